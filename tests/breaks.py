@@ -266,7 +266,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         (
             "return jax.tree.map(select, new, old)",
             "return new",
-            "training/test_finite.py::test_poisoned_batch_changes_no_other_bit",
+            "training/test_settings.py::test_a_run_with_faults",
         ),
         (
             "step=old.step + 1, scaler=scaler, opt_state=opt_state",

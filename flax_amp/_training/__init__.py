@@ -1,1 +1,17 @@
-"""The loss scaler, the train state and the train steps."""
+"""The loss scaler, the train state and the train steps; the types that they share."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+from flax_amp import _tree
+
+Array = jax.Array
+PyTree = _tree.PyTree
+# What a step reports, by name: arrays, or what the `aux` of a loss holds.
+Metrics = dict[str, Any]
+# A function of the user's: `fn(params, batch)` or `fn(model, batch)`.
+UserFn = Callable[..., Any]
+# The name of a mapped axis, several of them, or `None` for none.
+AxisName = Hashable | tuple[Hashable, ...] | None

@@ -1,36 +1,25 @@
-"""What users pass, checked when they pass it, and the names of its types.
+"""What users pass, checked when they pass it: what was seen, and what to do.
 
-Every message says what was passed, what was expected, and what to do. What JAX, Flax or
-optax refuse with a clear error is left to them.
+What JAX, Flax or optax refuse with a clear error is left to them.
 """
 
 import contextlib
 import inspect
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from flax_amp import _tree
 from flax_amp._rewriter.rewritten import is_rewritten
+from flax_amp._training import AxisName, PyTree, UserFn
 from flax_amp.policy import Policy, PolicyEntries, Precision, long_word
-
-Array = jax.Array
-PyTree = _tree.PyTree
-
-# What a step reports, by name: arrays, or what the `aux` of a loss holds.
-Metrics = dict[str, Any]
-# A function of the user's: `fn(params, batch)` or `fn(model, batch)`.
-UserFn = Callable[..., Any]
-# The name of a mapped axis, several of them, or `None` for none.
-AxisName = Hashable | tuple[Hashable, ...] | None
 
 
 class Options(NamedTuple):
-    """The checked arguments of a function that makes a step."""
+    """The arguments of a function that makes a step, which `check_options` checks."""
 
     caller: str  # the function that the messages name
     loss_fn: UserFn
@@ -45,54 +34,28 @@ class Options(NamedTuple):
     @property
     def loss_name(self) -> str:
         """What messages call the loss."""
-        return f"{self.caller}: {getattr(self.loss_fn, '__name__', 'loss_fn')}"
-
-    @property
-    def open_scopes(self) -> bool:
-        """Whether NNX modules open scopes, for the keys of the policy."""
-        return Policy(self.amp_policy).names_scopes
+        return f"{self.caller}: {getattr(self.loss_fn, '__name__', 'the function')}"
 
 
-def check_options(
-    caller: str,
-    loss_fn: Any,
-    precision: Any,
-    amp_policy: Any,
-    redo_on_nan: Any,
-    accum_steps: Any,
-    **others: Any,
-) -> Options:
-    """Checks the arguments of `caller`."""
-    check_function(loss_fn, f"{caller}: loss_fn")
-    retries = check_count(redo_on_nan, f"{caller}: {redo_on_nan=}", "of retries", 0)
-    seen = f"{caller}: {accum_steps=}"
-    return Options(
-        caller=caller,
-        loss_fn=loss_fn,
-        precision=check_amp_options(loss_fn, caller, precision, amp_policy),
-        amp_policy=amp_policy,
-        redo_on_nan=retries,
-        accum_steps=check_count(accum_steps, seen, "of micro-batches"),
-        **others,
-    )
-
-
-def check_amp_options(
-    fn: UserFn, caller: str, precision: Any, amp_policy: Any
-) -> Precision | None:
-    """Returns the long word for a precision, after checking the options of a step."""
-    Policy(amp_policy)  # a wrong one fails where the step is made
-    given = dict(precision=precision, amp_policy=amp_policy)
-    names = [name for name, value in given.items() if value is not None]
-    if names and is_rewritten(fn):
+def check_options(given: Options) -> Options:
+    """Returns options with a long word and counts of Python, after checking them."""
+    caller, word = given.caller, given.precision
+    expected = "a function of (params, batch, *args), or of (model, ...) for NNX."
+    check_type(given.loss_fn, Callable, f"{caller}: the function", expected)
+    Policy(given.amp_policy)  # a wrong one fails where the step is made
+    names = [x for x in ("precision", "amp_policy") if getattr(given, x) is not None]
+    if names and is_rewritten(given.loss_fn):
         raise ValueError(
-            f"{caller}: {getattr(fn, '__name__', 'the function')} is amp(...) already, "
-            f"and {', '.join(names)} is given, too; expected one of them. Pass the "
-            "option to amp."
+            f"{given.loss_name} is amp(...) already, and {', '.join(names)} is given, "
+            "too; expected one of them. Pass the option to amp."
         )
-    if precision is None:
-        return None
-    return long_word(precision, f"{caller}: precision")
+    redo, parts = given.redo_on_nan, given.accum_steps
+    seen = f"{caller}: redo_on_nan={redo!r}", f"{caller}: accum_steps={parts!r}"
+    return given._replace(
+        precision=None if word is None else long_word(word, f"{caller}: precision"),
+        redo_on_nan=check_count(redo, seen[0], "of retries", 0),
+        accum_steps=check_count(parts, seen[1], "of micro-batches"),
+    )
 
 
 def check_type(value: object, types: Any, name: str, expected: str) -> None:
@@ -102,10 +65,7 @@ def check_type(value: object, types: Any, name: str, expected: str) -> None:
 
 
 def check_count(value: Any, seen: str, what: str, least: int = 1) -> int:
-    """Returns an integer, of Python or NumPy, or raises a ValueError if it is none.
-
-    `seen` is the argument with its value for the message, `what` is what it counts.
-    """
+    """Returns a count as an int; `seen` and `what` are for the message otherwise."""
     # jaxamp annotates `redo_on_nan` as a bool, which is an integer.
     with contextlib.suppress(TypeError):
         if (count := operator.index(value)) >= least:
@@ -115,14 +75,8 @@ def check_count(value: Any, seen: str, what: str, least: int = 1) -> int:
     )
 
 
-def check_function(fn: Any, name: str) -> None:
-    """Raises a TypeError if `fn` is no function."""
-    wanted = "a function of (params, batch, *args), or of (model, batch, *args) for NNX"
-    check_type(fn, Callable, name, f"{wanted}.")
-
-
 def check_params(params: PyTree, caller: str, *, may_be_half: bool = False) -> None:
-    """Raises a ValueError that names the first three parameters of a wrong dtype.
+    """Raises a ValueError that names parameters of a wrong dtype.
 
     With `may_be_half` they may be bfloat16: the optimizer then rounds their updates.
     """
@@ -145,7 +99,7 @@ def check_params(params: PyTree, caller: str, *, may_be_half: bool = False) -> N
 
 def check_selection(params: PyTree, wrt: Any, caller: str) -> None:
     """Raises a ValueError if a filter selects no parameters to train."""
-    if not jax.tree.leaves(params):
+    if not tree_leaves_with_path(params):
         raise ValueError(
             f"{caller}: {wrt=} selects no variable of the model; expected a filter for "
             "the parameters to train. nnx.state(model) shows what there is."
@@ -161,13 +115,9 @@ def declared_keywords(fn: UserFn) -> list[str]:
         declared = inspect.signature(fn).parameters
     except (TypeError, ValueError):  # some builtins have no signature
         return []
-    defaults = {name: p.default for name, p in declared.items()}
+    found = [declared[name] for name in ("state", "rngs") if name in declared]
     unbound = (None, inspect.Parameter.empty)
-    return [
-        name
-        for name in ("state", "rngs")
-        if any(defaults.get(name, fn) is x for x in unbound)
-    ]
+    return [p.name for p in found if any(p.default is x for x in unbound)]
 
 
 # Values in messages

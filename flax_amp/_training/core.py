@@ -1,14 +1,10 @@
 """One training step: from a loss, gradients and a scaler to the selected new state.
 
-It reads from top to bottom. The order of a step is fixed here, because every other
-order is wrong somewhere. `passes.py` scales the loss in float32, differentiates,
-unscales by the scale that was used, and averages over micro-batches and devices. Then
-`judge` decides, once for all devices, whether everything is finite. Only then does the
-step clip and update, which is what the optimizer does. A step that is not finite
-changes nothing but `step`, the scaler and the counters of skipped steps. One select
-between the old and the new state does that, so every other leaf keeps its bits.
-
-The state of a model of NNX and its optimizer is made from them in `nnx_step.py`.
+The order of a step is fixed here, because every other order is wrong somewhere. After
+the passes, `judge` decides, once for all devices, whether everything is finite. Only
+then does the step clip and update, which is what the optimizer does. A step that is not
+finite changes nothing but `step`, the scaler and the counters of skipped steps. One
+select between the old and the new state does that, so every other leaf keeps its bits.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,19 +16,14 @@ import optax
 
 from flax_amp import _tree
 from flax_amp._compat import with_weak_type
-from flax_amp._training.arguments import (
-    Array,
-    Metrics,
-    Options,
-    PyTree,
-    check_type,
-    differences,
-)
+from flax_amp._training import Array, Metrics, PyTree
+from flax_amp._training.arguments import Options, check_params, check_type, differences
 from flax_amp._training.loss import fold_in, in_precision, merge_metrics, pure_loss
-from flax_amp._training.optimizer import counted, hyperparam_metrics
+from flax_amp._training.optimizer import collect_hyperparams, counted
 from flax_amp._training.passes import PassResult, complete_grads, run_passes
 from flax_amp._training.scaler import Scaler, check_scaler, update_scaler
 from flax_amp._training.train_state import StateT
+from flax_amp.optim._small_state import rounds_parameters
 
 
 class Judged(NamedTuple):
@@ -43,16 +34,13 @@ class Judged(NamedTuple):
     backward: Array  # bool[], of the gradients
     square_norm: Array
 
-    @property
-    def finite(self) -> Array:
-        """Whether the step is applied."""
-        return self.forward & self.backward
-
 
 def run_step(
     options: Options, state: StateT, batch: PyTree, args: tuple[PyTree, ...]
 ) -> tuple[StateT, Metrics]:
     """Returns the state after one step, and its metrics."""
+    may_be_half = rounds_parameters(state.opt_state)
+    check_params(state.params, "train_step", may_be_half=may_be_half)
     # `amp` is inside of `value_and_grad`: gradients are those of float32 parameters.
     # XLA drops a cast of stored bfloat16 that is followed by one back.
     precision = options.precision or state.precision
@@ -72,11 +60,11 @@ def run_step(
     variables = _tree.combine(judged.result.variables, state.variables)
     new = state.apply_gradients(grads=grads, variables=variables, finite=True)
     measured = _measure(options, state, grads, new)
-    new = _select(options, judged.finite, new, state)
-    new, own = _advance(new, state, judged.finite, scaler)
+    finite = judged.forward & judged.backward
+    new, own = _advance(_select(options, finite, new, state), state, finite, scaler)
     own |= dict(
         loss=judged.result.loss,
-        grads_finite=judged.finite,
+        grads_finite=finite,
         scaler=scaler["scaler"],
         grad_norm=jnp.sqrt(judged.square_norm),
     )
@@ -86,8 +74,8 @@ def run_step(
 def judge(result: PassResult, variables: PyTree) -> Judged:
     """Decides whether a pass is finite; `variables` are those before it.
 
-    The gradients are judged by the sum of their squares, which the metrics need anyway:
-    so the decision costs nothing. It overflows where the squares of an optimizer would.
+    The sum of the squares of the gradients costs nothing: the metrics need it anyway.
+    It overflows where the squares of an optimizer would.
     """
     square_norm = jnp.asarray(optax.tree.norm(result.grads, squared=True), jnp.float32)
     # The fp8 statistics of cotangents depend on the scale, as gradients do.
@@ -100,10 +88,7 @@ def judge(result: PassResult, variables: PyTree) -> Judged:
 def run_with_retries(
     run: Callable[[Scaler], Judged], scaler: Scaler, retries: int
 ) -> tuple[Scaler, Judged]:
-    """Runs a pass, at most `retries` times again, as long as a lower scale may help.
-
-    Returns the scaler after the last pass, and that pass.
-    """
+    """Runs a pass, at most `retries` times again, as long as a lower scale may help."""
     static: PyTree = None
 
     def attempt(scaler: Scaler) -> tuple[Scaler, Array, PyTree]:
@@ -160,16 +145,14 @@ def _select(options: Options, finite: Array, new: PyTree, old: PyTree) -> PyTree
 def _advance(
     new: StateT, old: StateT, finite: Array, scaler: Scaler
 ) -> tuple[StateT, Metrics]:
-    """Lets the scaler and the counters of steps advance, skipped or not.
-
-    Returns the state, and what its optimizer reports.
-    """
-    opt_state, more = new.opt_state, {}
+    """Lets the counters advance, skipped or not; returns what the optimizer reports."""
+    opt_state, told = new.opt_state, {}
     if isinstance(opt_state, optax.ApplyIfFiniteState):
         opt_state = opt_state._replace(**counted(old.opt_state, finite))
-        more["skipped_total"] = opt_state.total_notfinite
+        told["skipped_total"] = opt_state.total_notfinite
     new = new.replace(step=old.step + 1, scaler=scaler, opt_state=opt_state)
-    return new, more | hyperparam_metrics(opt_state)
+    values = collect_hyperparams(opt_state).items()
+    return new, told | {f"hyperparams/{name}": x for name, x in values if not x.shape}
 
 
 def _measure(options: Options, state: StateT, grads: PyTree, new: StateT) -> Metrics:

@@ -1,8 +1,7 @@
 """The user's loss function as a pure function of arrays, and checks of what it returns.
 
-A loss of a Linen model is `loss_fn(params, batch, *args)` and one of an NNX model is
-`loss_fn(model, batch, *args)`. `pure_loss` gives both one form: arrays in; the loss,
-updated variables and `aux` out.
+`pure_loss` gives `loss_fn(params, batch, *args)` of Linen and `loss_fn(model, batch,
+*args)` of NNX one form: arrays in; the loss, updated variables and `aux` out.
 """
 
 from collections.abc import Mapping
@@ -17,26 +16,19 @@ from flax_amp._rewriter.nnx_bridge import changes_in
 from flax_amp._rewriter.nnx_scopes import module_scopes
 from flax_amp._rewriter.rewritten import is_rewritten, rewritten
 from flax_amp._rewriter.transform import amp
+from flax_amp._training import Array, Metrics, PyTree, UserFn
 from flax_amp._training.arguments import (
-    Array,
-    Metrics,
     Options,
-    PyTree,
-    UserFn,
     declared_keywords,
     describe,
     differences,
 )
-from flax_amp._training.train_state import AmpTrainState, variables_of
-from flax_amp.policy import PolicyEntries, Precision
+from flax_amp._training.train_state import AmpTrainState, split_model
+from flax_amp.policy import Policy, PolicyEntries, Precision
 
 
 def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
-    """Returns `(params, variables, batch, rngs, *args) -> (loss, updates, aux)`.
-
-    The updates are the new variables, with `None` for those that did not change. The
-    state says what the model is, and is for a function that declares it.
-    """
+    """Returns `(params, variables, batch, rngs, *args) -> (loss, updates, aux)`."""
     name = options.loss_name
 
     def pure(
@@ -47,17 +39,15 @@ def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
         now = state.replace(params=params, variables=variables)
         target, out = call_user_fn(options, now, batch, rngs, args)
         loss, aux = split_aux(out, options.has_aux, name)
-        metrics = _named(aux) if options.has_aux else {}
+        is_named = isinstance(aux, Mapping) and all(isinstance(key, str) for key in aux)
+        metrics = dict(aux) if is_named else {"aux": aux} if options.has_aux else {}
         if state.graphdef is not None:
-            updates = _match_variables(variables, variables_of(target, params), name)
+            # By path, not by type: `wrt` may have selected any kind of variable.
+            trained = nnx.traversals.flatten_mapping(params)
+            *_, new = split_model(target, lambda path, _: path in trained)
         else:
-            updates = variables | _collections(metrics, variables, name)
-        # An array that is still the same object did not change. This is compared here,
-        # inside of `amp`, which returns new objects.
-        changed = jax.tree.map(
-            lambda new, old: None if new is old else new, updates, variables
-        )
-        return loss, changed, metrics
+            new = variables | _collections(metrics, variables, name)
+        return loss, _changes(variables, new, name), metrics
 
     return with_name_of(options.loss_fn, pure)
 
@@ -101,8 +91,7 @@ def call_user_fn(
 ) -> tuple[PyTree, PyTree]:
     """Returns the parameters or the module that a function was given, and its result.
 
-    `state` holds the parameters and the variables of this pass, and `rngs` are its
-    keys. An NNX module is called in evaluation mode with `evaluate`.
+    `state` holds the parameters and the variables of this pass.
     """
     fn = options.loss_fn
     offered = {"state": state, "rngs": rngs}
@@ -113,11 +102,11 @@ def call_user_fn(
         target, out = state.params, fn(state.params, batch, *args, **keywords)
     else:
         # A new model for each call, so that the caller's arrays stay what they are. Its
-        # changes are collected from it (`variables_of`).
+        # changes are collected from it.
         target = nnx.merge(state.graphdef, state.params, state.variables)
         if evaluate:
             target.eval()
-        with module_scopes(target, wanted=options.open_scopes):
+        with module_scopes(target, wanted=Policy(options.amp_policy).names_scopes):
             out = fn(target, batch, *args, **keywords)
     if changed := [variable for changes in watched for variable in changes()]:
         raise ValueError(
@@ -158,24 +147,15 @@ def split_aux(out: PyTree, has_aux: bool, name: str) -> tuple[Array, PyTree]:
     return loss, aux
 
 
-def _named(aux: PyTree) -> Metrics:
-    """Returns `aux` as metrics: as it is, or as one metric if it has no names."""
-    is_named = isinstance(aux, Mapping) and all(isinstance(key, str) for key in aux)
-    return dict(aux) if is_named else {"aux": aux}
-
-
 def merge_metrics(
     options: Options, own: Metrics, measured: Metrics, aux: Metrics
 ) -> Metrics:
     """Returns the metrics of a step: its own ones, `measured`, and those of `aux`.
 
-    An entry of `aux` with the name of another metric becomes `aux/<name>`. So a loss
-    that returns itself in `aux`, as Flax's examples do, needs no change: `loss` stays
-    the step's.
+    A loss that returns itself in `aux`, as Flax's examples do, needs no change.
     """
     merged = own | measured
-    renamed = {f"aux/{key}" if key in merged else key: x for key, x in aux.items()}
-    merged |= renamed
+    merged |= {f"aux/{key}" if key in merged else key: x for key, x in aux.items()}
     if len(merged) < len(own) + len(measured) + len(aux):
         raise ValueError(
             f"{options.caller}: the step reports {sorted(own)}, metrics_fn "
@@ -194,15 +174,13 @@ def _collections(aux: Metrics, old: PyTree, name: str) -> PyTree:
             "(loss, {'variables': updates})."
         )
     # A dict that is mapped has its keys sorted, as the collections of the state have.
-    updates = jax.tree.map(lambda x: x, core.unfreeze(dict(aux.pop("variables", {}))))
-    old = {key: old[key] for key in updates if key in old}
-    return _match_variables(old, updates, name)
+    return jax.tree.map(lambda x: x, core.unfreeze(dict(aux.pop("variables", {}))))
 
 
-def _match_variables(old: PyTree, new: PyTree, name: str) -> PyTree:
-    """Returns `new` in the types of `old`, or raises an error that lists what differs.
+def _changes(old: PyTree, new: PyTree, name: str) -> PyTree:
+    """Returns the new variables, with `None` for those that did not change.
 
-    The same object says that a variable did not change.
+    Those are still the same objects here, inside of `amp`, which returns new ones.
     """
     if changed := differences(old, new, describe):
         raise ValueError(
@@ -213,4 +191,4 @@ def _match_variables(old: PyTree, new: PyTree, name: str) -> PyTree:
             "return it: (loss, nnx.pop(model, nnx.Intermediate)), with has_aux=True; "
             "if it was called before training, pop once before the first step."
         )
-    return jax.tree.map(lambda x, y: x if x is y else jnp.asarray(x), new, old)
+    return jax.tree.map(lambda x, y: None if x is y else jnp.asarray(x), new, old)

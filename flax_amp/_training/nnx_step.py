@@ -1,41 +1,36 @@
 """`make_nnx_train_step`: the training step of a model and its optimizer.
 
-It is the step of a train state, `core.run_step`: the state is read from the objects,
-and the new one is written back into them last of all, so an error leaves them as they
-were.
+It is the step of a train state: the state is read from the objects, and the new one is
+written back into them last of all, so an error leaves them as they were.
 """
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
-import jax
 from flax import nnx, struct
 
-from flax_amp import _tree
 from flax_amp._rewriter.rewritten import rewritten
+from flax_amp._training import AxisName, Metrics, PyTree, UserFn
 from flax_amp._training.arguments import (
-    AxisName,
-    Metrics,
     Options,
-    PyTree,
-    UserFn,
     check_options,
-    check_params,
     check_selection,
     check_type,
 )
 from flax_amp._training.core import run_step
 from flax_amp._training.loss import with_name_of
 from flax_amp._training.optimizer import AmpOptimizer
+from flax_amp._training.passes import put_back, take_out
 from flax_amp._training.scaler import needs_scale, no_scaler, warn_if_unscaled
 from flax_amp._training.step_call import copy_aliases, reraise_with_path
 from flax_amp._training.train_state import AmpTrainState, bare_state, split_model
 from flax_amp.optim._optimizer import pure
-from flax_amp.optim._small_state import rounds_parameters
 from flax_amp.policy import PolicyEntries, Precision
+
+# Types that are not split in the inputs of a loss.
+_WHOLE_NODES = (nnx.Pytree, nnx.Variable)
 
 
 def make_nnx_train_step(
@@ -75,11 +70,8 @@ def make_nnx_train_step(
       `train_step(model, optimizer, batch, *args) -> metrics`. The `wrt` of the
       optimizer selects what trains. The metrics are those of `make_train_step`; without
       a `flax_amp.AmpOptimizer` or an `optax.apply_if_finite`, there is no
-      `skipped_total`.
-
-    Raises:
-      TypeError, ValueError, RuntimeError: as `make_train_step`; a TypeError also where
-        a plain `nnx.Optimizer` comes with float16, which needs a scaler.
+      `skipped_total`. Errors are those of `make_train_step`, and a TypeError where a
+      plain `nnx.Optimizer` comes with float16, which needs a scaler.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -90,17 +82,9 @@ def make_nnx_train_step(
       >>> int(optimizer.step[...]), bool(metrics["grads_finite"])
       (1, True)
     """
-    options = check_options(
-        "make_nnx_train_step",
-        loss_fn,
-        precision,
-        amp_policy,
-        redo_on_nan,
-        accum_steps,
-        has_aux=has_aux,
-        axis_name=axis_name,
-        metrics_fn=metrics_fn,
-    )
+    of_passes = has_aux, redo_on_nan, accum_steps, axis_name, metrics_fn
+    options = Options("make_nnx_train_step", loss_fn, precision, amp_policy, *of_passes)
+    options = check_options(options)
     step: Any = functools.partial(_step, options)
     if jit:
         step = nnx.jit(step, donate_argnums=(0, 1) if donate else ())
@@ -114,7 +98,7 @@ def make_nnx_train_step(
         if last is None or last() is not optimizer:
             _check(options, model, optimizer)
             if jit and donate:
-                modules, inputs = _take_out(_WHOLE_NODES, (batch, args))
+                modules, inputs = take_out((batch, args), *_WHOLE_NODES)
                 old = nnx.state((model, optimizer))
                 new = copy_aliases(old, (nnx.state(modules), inputs))
                 nnx.update((model, optimizer), new)
@@ -131,10 +115,10 @@ def make_nnx_train_step(
 
 def _check(options: Options, model: Any, optimizer: Any) -> None:
     """Raises a TypeError unless these are a model and an optimizer that fit a step."""
-    expected = "an nnx.Module. For Linen use make_train_step."
-    check_type(model, nnx.Module, "train_step: model", expected)
-    expected = "a flax_amp.AmpOptimizer, made with AmpOptimizer(model, tx)."
-    check_type(optimizer, nnx.Optimizer, "train_step: optimizer", expected)
+    linen = "an nnx.Module. For Linen use make_train_step."
+    check_type(model, nnx.Module, "train_step: model", linen)
+    made = "a flax_amp.AmpOptimizer, made with AmpOptimizer(model, tx)."
+    check_type(optimizer, nnx.Optimizer, "train_step: optimizer", made)
     precision = options.precision or _precision_of(optimizer)
     if isinstance(optimizer, AmpOptimizer):
         warn_if_unscaled(precision, pure(optimizer.scaler), stacklevel=4)
@@ -146,58 +130,53 @@ def _check(options: Options, model: Any, optimizer: Any) -> None:
         )
 
 
-def _precision_of(optimizer: nnx.Optimizer) -> Precision:
-    return optimizer.precision if isinstance(optimizer, AmpOptimizer) else "bf16-mixed"
-
-
 def _step(
-    options: Options,
-    model: nnx.Module,
-    optimizer: nnx.Optimizer,
-    batch: PyTree,
-    *args: PyTree,
+    options: Options, model: nnx.Module, optimizer: Any, batch: PyTree, *args: PyTree
 ) -> Metrics:
     # A bare nnx.Variable in the batch may hold examples, so it is split.
     in_batch = _WHOLE_NODES if options.accum_steps == 1 else (nnx.Pytree,)
-    others, batch = _take_out(in_batch, batch)
-    more_others, args = _take_out(_WHOLE_NODES, args)
+    others, batch = take_out(batch, *in_batch)
+    more_others, args = take_out(args, *_WHOLE_NODES)
     # What several of them share has its path in the one that sorts first: `model`,
     # `others`, `optimizer`.
     modules = nnx.Dict(model=model, others=nnx.List(others + more_others))
     objects = nnx.Dict(modules=modules, optimizer=optimizer)
-    options = _adapted(options, objects)
-    new, metrics = run_step(options, _read(objects), batch, args)
+    scaled = isinstance(optimizer, AmpOptimizer)
+    state = bare_state(
+        _ObjectsState,
+        **_arrays_of(objects),
+        scaler=pure(optimizer.scaler) if scaled else no_scaler(),
+        precision=_precision_of(optimizer),
+        objects=objects,
+    )
+    check_selection(state.params, optimizer.wrt, "train_step")
+    new, metrics = run_step(_adapted(options, objects), state, batch, args)
     new.write_back()
     return metrics
 
 
 def _adapted(options: Options, objects: nnx.Dict) -> Options:
     """Returns options whose functions take the modules of a state, not the model."""
-    loss_fn, metrics_fn = options.loss_fn, options.metrics_fn
+    loss_fn = options.loss_fn
+    metrics_fn: Any = options.metrics_fn
 
     def loss_of_modules(modules: nnx.Dict, *inputs: PyTree) -> PyTree:
-        inputs = _tree.replace_nodes(inputs, _Placeholder, modules.others)
-        return loss_fn(modules.model, *inputs)
-
-    options = options._replace(loss_fn=with_name_of(loss_fn, loss_of_modules))
-    if metrics_fn is None:
-        return options
+        return loss_fn(modules.model, *put_back(modules.others, inputs))
 
     def metrics_of_state(state: PyTree, *trees: PyTree) -> PyTree:
         model = nnx.clone(objects.modules.model)
         return metrics_fn(model, *(_as_nnx(objects, tree) for tree in trees))
 
-    return options._replace(metrics_fn=metrics_of_state)
+    return options._replace(
+        loss_fn=with_name_of(loss_fn, loss_of_modules),
+        metrics_fn=metrics_fn and metrics_of_state,
+    )
 
 
 class _ObjectsState(AmpTrainState):
-    """A model, the modules beside it and their optimizer as a state, for one step.
+    """A model, the modules beside it and their optimizer as a state, for one step."""
 
-    `params` and `variables` are of the modules, `step`, `opt_state` and `scaler` of the
-    optimizer. `rest` is what else that holds, such as what a subclass adds.
-    """
-
-    rest: PyTree
+    rest: PyTree  # what an optimizer holds beside the fields of a state
     objects: nnx.Dict = struct.field(pytree_node=False)
 
     def apply_gradients(  # type: ignore[override]
@@ -213,8 +192,7 @@ class _ObjectsState(AmpTrainState):
     def write_back(self) -> None:
         """Writes the arrays into the objects."""
         optimizer = self.objects.optimizer
-        nnx.update(self.objects.modules, self.params)
-        nnx.update(self.objects.modules, self.variables)
+        nnx.update(self.objects.modules, self.params, self.variables)
         nnx.update(self.objects, self.rest)
         nnx.update(optimizer.opt_state, nnx.state(self.opt_state))
         held: dict[str, Any] = {"step": self.step}
@@ -223,35 +201,25 @@ class _ObjectsState(AmpTrainState):
         nnx.update(optimizer, held)
 
 
-def _read(objects: nnx.Dict) -> _ObjectsState:
-    """Returns the state of objects, after checking what trains."""
-    optimizer = objects.optimizer
-    arrays = _arrays_of(objects)
-    check_selection(arrays["params"], optimizer.wrt, "train_step")
-    may_be_half = rounds_parameters(arrays["opt_state"])
-    check_params(arrays["params"]["model"], "train_step", may_be_half=may_be_half)
-    is_amp = isinstance(optimizer, AmpOptimizer)
-    return bare_state(
-        _ObjectsState,
-        **arrays,
-        scaler=pure(optimizer.scaler) if is_amp else no_scaler(),
-        precision=_precision_of(optimizer),
-        objects=objects,
-    )
+def _precision_of(optimizer: nnx.Optimizer) -> Precision:
+    return optimizer.precision if isinstance(optimizer, AmpOptimizer) else "bf16-mixed"
 
 
 def _arrays_of(objects: nnx.Dict) -> dict[str, Any]:
     """Returns the fields of a state that a step reads from objects."""
-    modules, optimizer = objects.modules, objects.optimizer
-    # By path: `wrt` must not select parameters of the other modules.
-    flat = nnx.to_flat_state(nnx.state(modules.model, optimizer.wrt))
-    trained = {("model", *path) for path, _ in flat}
-    graphdef, params, variables = split_model(modules, lambda path, _: path in trained)
+    optimizer = objects.optimizer
+    trains = nnx.filterlib.to_predicate(optimizer.wrt)
+
+    def is_trained(path: Any, variable: Any) -> bool:
+        return path[0] == "model" and trains(path[1:], variable)
 
     def is_rest(path: Any, _: Any) -> bool:
         fields = ("step", "opt_state", "scaler")
-        return path[0] == "optimizer" and path[1] not in fields
+        # An optimizer of another kind may have a scaler of its own.
+        own = fields if isinstance(optimizer, AmpOptimizer) else fields[:2]
+        return path[0] == "optimizer" and path[1] not in own
 
+    graphdef, params, variables = split_model(objects.modules, is_trained)
     return dict(
         step=pure(optimizer.step),
         graphdef=graphdef,
@@ -267,22 +235,3 @@ def _as_nnx(objects: nnx.Dict, tree: PyTree) -> nnx.State:
     state = nnx.state(nnx.clone(objects.modules.model), objects.optimizer.wrt)
     nnx.replace_by_pure_dict(state, tree["model"])
     return state
-
-
-# Types that are replaced by placeholders in the inputs of a loss, and not split.
-_WHOLE_NODES = (nnx.Pytree, nnx.Variable)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Placeholder:
-    """Stands for a module in the inputs of a loss.
-
-    It is static, so no transformation changes it.
-    """
-
-
-def _take_out(kinds: tuple[type, ...], tree: PyTree) -> tuple[list[Any], PyTree]:
-    """Returns the modules in a tree, and the tree with placeholders for them."""
-    modules = _tree.nodes(tree, kinds)
-    return modules, _tree.replace_nodes(tree, kinds, [_Placeholder()] * len(modules))

@@ -1,12 +1,10 @@
 """The optimizer of a run: it skips by itself, and is asked for its hyper-parameters.
 
-A training step is skipped as a whole, by the one select in `core.py`, so it tells the
-optimizer that there is nothing to check, and sets the counters itself. In loops that
-call `apply_gradients` or `update`, the optimizer skips by itself.
+A training step skips as a whole, by the one select in `core.py`, and sets the counters.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,18 +13,13 @@ import optax
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.nnx.training.optimizer import OptState
-from jax.tree_util import DictKey, tree_flatten_with_path
+from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from flax_amp import _tree
-from flax_amp._training.arguments import Array, PyTree, describe
+from flax_amp._training import Array, PyTree
 from flax_amp._training.scaler import check_scaler, first_scaler
-from flax_amp.optim._optimizer import INJECTED, Optimizer, pure, update_state
-from flax_amp.optim._small_state import (
-    has_two_dimensions,
-    no_moments,
-    rounds_parameters,
-    small_state,
-)
+from flax_amp.optim import _small_state as small
+from flax_amp.optim._optimizer import Optimizer, pure, update_state
 from flax_amp.policy import Precision, long_word
 
 
@@ -56,12 +49,11 @@ class _Skipping:
     """
 
     inner: Any
-    to_init: Callable[[PyTree], PyTree]
 
     def init(self, params: PyTree) -> SkipState:
         """Returns the state of a new run."""
         zero = jnp.zeros((), jnp.int32)
-        return SkipState(zero, jnp.array(True), zero, self.to_init(_floats(params)))
+        return SkipState(zero, jnp.array(True), zero, self.inner.init(_floats(params)))
 
     def as_optax(self) -> optax.GradientTransformationExtraArgs:
         """Returns the optimizer of optax."""
@@ -80,7 +72,7 @@ class _Skipping:
     ) -> tuple[PyTree, SkipState]:
         """Returns the updates, zeros if they are not finite, and the next state.
 
-        With `finite=True`, nothing is checked: the caller selects.
+        With `finite=True`, nothing is checked: the training step selects.
         """
         # The moments of an optimizer have the dtype of the parameters, but its updates
         # are floats, so the state of an integer parameter would change its dtype.
@@ -123,16 +115,12 @@ def counted(state: Any, finite: Array) -> dict[str, Array]:
 def skipping(tx: Any, params: PyTree) -> tuple[Any, ...]:
     """Returns what makes the state of an optimizer that skips, and what updates it.
 
-    They are one, except for a pytree optimizer, and have one structure of states. An
-    `optax.apply_if_finite` skips already.
+    They are one, except for a pytree optimizer. `optax.apply_if_finite` skips already.
     """
-    if not hasattr(tx, "init"):
-        told = "expected an optimizer, such as optax.adamw(3e-4)."
-        raise TypeError(f"tx is {describe(tx)}; {told}")
     if not isinstance(tx, Optimizer):
         made = jax.eval_shape(tx.init, _floats(params))
         if not isinstance(made, optax.ApplyIfFiniteState):
-            tx = _Skipping(tx, tx.init).as_optax()
+            tx = _Skipping(tx).as_optax()
         return tx, tx
     if tx.opt_state is None and tx._factory is optax.apply_if_finite:
         tx = tx.inner
@@ -140,9 +128,10 @@ def skipping(tx: Any, params: PyTree) -> tuple[Any, ...]:
     # would be a static field with its hyper-parameters: that would compile again for
     # each state, keep an optimizer's state alive, and leak tracers out of a `create`
     # under `vmap`.
-    shared = optax.GradientTransformationExtraArgs(_no_init, update_state)
     init = (lambda _: tx) if tx.opt_state is not None else tx.init
-    return tuple(_Skipping(shared, of).as_optax() for of in (init, _no_init))
+    make = optax.GradientTransformationExtraArgs
+    both = (make(of, update_state) for of in (init, _no_init))
+    return tuple(_Skipping(inner).as_optax() for inner in both)
 
 
 def _no_init(params: PyTree) -> Any:
@@ -161,14 +150,14 @@ def store_in_half(params: PyTree, tx: Any) -> tuple[PyTree, Any]:
     def stored(keys: Any, leaf: Any) -> Any:
         is_statistic = getattr(keys[0], "key", "") == OVERWRITE_WITH_GRADIENT
         is_float = getattr(leaf, "dtype", None) == jnp.float32
-        if is_float and has_two_dimensions("", leaf) and not is_statistic:
+        if is_float and small.has_two_dimensions("", leaf) and not is_statistic:
             return jnp.asarray(leaf).astype(jnp.bfloat16)
         return leaf
 
     params = jax.tree_util.tree_map_with_path(stored, params)
     inner = tx.to_optax(in_state=True) if isinstance(tx, Optimizer) else tx
-    if not rounds_parameters(jax.eval_shape(inner.init, params)):
-        tx = small_state(tx, where=no_moments)
+    if not small.rounds_parameters(jax.eval_shape(inner.init, params)):
+        tx = small.small_state(tx, where=small.no_moments)
     return params, tx
 
 
@@ -180,14 +169,8 @@ class AmpOptimizer(nnx.Optimizer):
 
     `nnx.state((model, optimizer))` is all there is to save. Its `update`, for loops of
     your own, skips gradients that are not finite. That of a subclass hands its keywords
-    on.
-
-    Attributes:
-      step: the number of steps, skipped ones included.
-      opt_state: of Variables, otherwise as `AmpTrainState.opt_state`.
-      scaler: the loss scaler: a dict of four Variables, as from `flax_amp.init_scaler`.
-      precision: the long word, which the step follows. It is static, and no part of a
-        checkpoint.
+    on. `step`, `opt_state`, `scaler` and `precision` are as in `AmpTrainState`, the
+    arrays as Variables.
 
     Example:
       >>> import optax
@@ -206,12 +189,7 @@ class AmpOptimizer(nnx.Optimizer):
         precision: Precision = "bf16-mixed",
         scaler: Mapping[str, Any] | None = None,
     ):
-        """Makes the optimizer of a new run; the arguments are those of `create`.
-
-        Args:
-          model: the model, which the step gets, too.
-          tx, wrt, precision, scaler: as in `AmpTrainState.create`.
-        """
+        """Makes the optimizer of a new run; see `AmpTrainState.create`."""
         self.precision = long_word(precision, "AmpOptimizer: precision")
         making, updating = skipping(tx, nnx.as_pure(nnx.state(model, wrt)))
         super().__init__(model, making, wrt=wrt)
@@ -241,28 +219,23 @@ def collect_hyperparams(opt_state: PyTree) -> dict[str, Array]:
     """Returns the hyper-parameters of all optimizers in a state, by name."""
     # Copies, because the state may be donated.
     return {
-        f"{prefix}{name}": _tree.strong_copy(value)
-        for prefix, node in _holders(pure(opt_state))
-        for name, value in node.hyperparams.items()
+        f"{label}{name}": _tree.strong_copy(value)
+        for label, holder in _holders(pure(opt_state)).items()
+        for name, value in getattr(holder, "hyperparams", holder).items()
     }
-
-
-def hyperparam_metrics(opt_state: PyTree) -> dict[str, Array]:
-    """Returns the numbers among `collect_hyperparams`, under names of metrics."""
-    found = collect_hyperparams(opt_state).items()
-    return {f"hyperparams/{name}": x for name, x in found if not x.shape}
 
 
 def replace_hyperparams(
     opt_state: PyTree, changes: Mapping[str, Any], caller: str
 ) -> PyTree:
     """Returns a state with new values for names of `collect_hyperparams`."""
+    holders = _holders(pure(opt_state)).items()
+    labels = [label for label, holder in holders if isinstance(holder, Optimizer)]
     nodes, left = [], dict(changes)
-    for prefix, node in _holders(opt_state):
-        if isinstance(node, Optimizer):
-            names = [name for name in changes if name.startswith(prefix)]
-            of_node = {name.removeprefix(prefix): left.pop(name) for name in names}
-            nodes.append(node.replace(**of_node) if of_node else node)
+    for label, node in zip(labels, _tree.nodes(opt_state, Optimizer), strict=True):
+        names = [name for name in changes if name.startswith(label)]
+        of_node = {name.removeprefix(label): left.pop(name) for name in names}
+        nodes.append(node.replace(**of_node) if of_node else node)
     if left:
         raise TypeError(
             f"{caller}: got {', '.join(left)}; the optimizer has "
@@ -273,29 +246,23 @@ def replace_hyperparams(
     return _tree.replace_nodes(opt_state, Optimizer, nodes)
 
 
-def _holders(opt_state: PyTree) -> list[tuple[str, Any]]:
-    """Returns what has `hyperparams`, with what precedes their names, outside first.
+def _holders(opt_state: PyTree) -> dict[str, Any]:
+    """Returns pytree optimizers, and the values that optax injects, outside first.
 
-    Nothing does if there is one holder. Otherwise it is the keys of dicts on the way,
-    which are the labels of `optax.multi_transform`, or else the number of the holder.
+    They are by what precedes their names: nothing if there is one, otherwise the keys
+    of dicts on the way, such as the labels of `optax.multi_transform`, or numbers.
     """
-    found = list(_find(opt_state, ""))
-    labels = [label for label, _ in found]
+    found: dict[Any, Any] = {}  # by their paths
+    leaves = tree_leaves_with_path(opt_state, lambda x: isinstance(x, Optimizer))
+    for path, leaf in leaves:
+        if isinstance(leaf, Optimizer):
+            found[path] = leaf
+        elif path[-2:-1] == (GetAttrKey("hyperparams"),):
+            found.setdefault(path[:-2], {})[path[-1].key] = leaf
+    keys = [[k.key for k in path if isinstance(k, DictKey)] for path in found]
+    labels = ["".join(f"{key}/" for key in way) for way in keys]
     if len(found) == 1:
         labels = [""]
     elif not all(labels) or len({*labels}) < len(labels):
         labels = [f"{number}/" for number in range(len(labels))]
-    return [(label, node) for label, (_, node) in zip(labels, found, strict=True)]
-
-
-def _find(tree: PyTree, label: str) -> Iterator[tuple[str, Any]]:
-    kinds = (Optimizer, *INJECTED)
-    leaves, _ = tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
-    for path, node in leaves:
-        if isinstance(node, kinds):
-            inside = label + "".join(
-                f"{k.key}/" for k in path if isinstance(k, DictKey)
-            )
-            yield inside, node
-            if not isinstance(node, Optimizer):  # which tells those inside of it
-                yield from _find(node.inner_state, inside)
+    return dict(zip(labels, found.values(), strict=True))

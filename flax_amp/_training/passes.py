@@ -1,30 +1,23 @@
 """One pass over a batch: from the loss to unscaled gradients, the same on all devices.
 
-It reads from top to bottom. The loss is multiplied by the scale in float32, and its
-gradients are divided in float32 by the scale that was used for them, not by the one
-that `update_scaler` makes from it. Then come the averages: over micro-batches one after
-the other, over devices at once.
+The loss is multiplied by the scale in float32, and its gradients are divided in float32
+by the scale that was used for them, not by the one that `update_scaler` makes from it.
+Then come the averages: over micro-batches one after the other, over devices at once.
 """
 
-import functools
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from flax_amp import _tree
-from flax_amp._rewriter.nnx_bridge import is_module
-from flax_amp._training.arguments import (
-    Array,
-    AxisName,
-    Metrics,
-    Options,
-    PyTree,
-    UserFn,
-)
+from flax_amp._training import Array, AxisName, Metrics, PyTree, UserFn
+from flax_amp._training.arguments import Options
 from flax_amp._training.loss import fold_in
 from flax_amp._training.scaler import Scaler, scale_loss, unscale_grads
 
@@ -49,7 +42,7 @@ def run_passes(
 ) -> PassResult:
     """Returns the gradients of one batch, over all micro-batches and devices.
 
-    `loss_fn` is that of `loss.pure_loss`; `inputs` are parameters, variables and keys.
+    `inputs` are parameters, variables and keys.
     """
     axis_name = options.axis_name
     params, old, rngs = inputs
@@ -58,19 +51,16 @@ def run_passes(
         device = jax.lax.axis_index(axis_name)
         rngs = fold_in(rngs, device)
         variables = jax.tree.map(lambda x: _fold_in_if_key(x, device), variables)
-    # Integer parameters have no gradient, and JAX refuses to differentiate them.
-    floating, rest = _tree.partition(params, _tree.is_inexact_array)
 
     def one_pass(
         variables: PyTree, batch: PyTree, index: Array | None = None
     ) -> PassResult:
         keys = rngs if index is None else fold_in(rngs, index)
 
-        def loss_of(floating: PyTree) -> tuple[Array, PyTree, Metrics]:
-            params = _tree.combine(floating, rest)
+        def loss_of(params: PyTree) -> tuple[Array, PyTree, Metrics]:
             return loss_fn(params, variables, batch, keys, *args)
 
-        result = run_pass(loss_of, floating, scaler, axis_name)
+        result = run_pass(loss_of, (params,), scaler, axis_name)
         # Sums over micro-batches and devices need more than half precision.
         return result._replace(loss=result.loss.astype(jnp.float32))
 
@@ -78,6 +68,7 @@ def run_passes(
         result = one_pass(variables, batch)
     else:
         # The carry of a scan must vary over the axes of what is added to it.
+        floating, _ = _tree.partition(params, _tree.is_inexact_array)
         zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(floating)[0])
         zeros = mark_varying(zeros, axis_name)
         result = _accumulate(one_pass, zeros, variables, batch, options.accum_steps)
@@ -96,23 +87,26 @@ def _fold_in_if_key(leaf: Any, data: Array) -> Any:
 
 
 def run_pass(
-    fn: Callable[[PyTree], tuple[Array, PyTree, PyTree]],
-    wrt: PyTree,
+    fn: Callable[..., tuple[Array, PyTree, PyTree]],
+    inputs: tuple[PyTree, ...],
     scaler: Scaler,
     axis_name: AxisName,
+    is_wanted: Callable[[Any], bool] = _tree.is_inexact_array,
     **kwargs: Any,
 ) -> PassResult:
     """Differentiates a loss times the scale, and divides the gradients by the scale.
 
-    `fn(wrt)` returns `(loss, updates, aux)`; `kwargs` are for `jax.value_and_grad`.
+    `fn(*inputs)` is `(loss, updates, aux)`; `kwargs` are for `jax.value_and_grad`.
     """
+    # Integers have no gradient, and JAX refuses to differentiate them.
+    wanted, rest = _tree.partition(inputs, is_wanted)
 
-    def scaled(wrt: PyTree) -> tuple[Array, tuple[Array, PyTree, PyTree]]:
-        loss, updates, aux = fn(wrt)
+    def scaled(*wanted: PyTree) -> tuple[Array, tuple[Array, PyTree, PyTree]]:
+        loss, updates, aux = fn(*_tree.combine(wanted, rest))
         loss = mark_varying(jnp.asarray(loss), axis_name)
         return scale_loss(loss, scaler), (loss, updates, aux)
 
-    (_, outputs), grads = jax.value_and_grad(scaled, has_aux=True, **kwargs)(wrt)
+    (_, outputs), grads = jax.value_and_grad(scaled, has_aux=True, **kwargs)(*wanted)
     grads, overwrite = _split_overwrite(grads)
     return PassResult(unscale_grads(grads, scaler), overwrite, *outputs)
 
@@ -138,7 +132,7 @@ def complete_grads(result: PassResult, params: PyTree) -> PyTree:
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Casts each floating leaf to the dtype of its counterpart in `like`."""
-    return jax.tree.map(
+    return _tree.map_or_none(
         lambda x, y: x.astype(jnp.result_type(y)) if _tree.is_inexact_array(x) else x,
         tree,
         like,
@@ -155,13 +149,12 @@ def _accumulate(
     batch: PyTree,
     accum_steps: int,
 ) -> PassResult:
-    """Averages `one_pass(variables, micro_batch, index)` over the micro-batches.
-
-    Each pass starts with the variables that the last one updated.
-    """
+    """Averages passes; each starts with the variables that the last one updated."""
     # Only its structure is used (`None` where nothing changed): the arrays come from
     # the scan.
     updates: PyTree = None
+    # A module in the batch holds no examples, but an nnx.Variable by itself does.
+    modules, arrays = take_out(batch, nnx.Pytree)
 
     def body(
         carry: tuple[PyTree, PyTree], x: tuple[Array, PyTree]
@@ -169,32 +162,41 @@ def _accumulate(
         nonlocal updates
         total, variables = carry
         index, rows = x
-        result = one_pass(variables, _tree.combine(rows, modules), index)
+        result = one_pass(variables, put_back(modules, rows), index)
         updates = result.variables
         total = jax.tree.map(jnp.add, total, result.grads)
         variables = _tree.combine(result.variables, variables)
         return (total, variables), (result.overwrite, result.loss, result.aux)
 
-    # A module in the batch holds no examples, but an nnx.Variable by itself does.
-    modules, arrays = (
-        jax.tree.map(
-            lambda x, wanted=wanted: x if is_module(x) is wanted else None,
-            batch,
-            is_leaf=is_module,
-        )
-        for wanted in (True, False)
-    )
     micro_batches = _split_batch(arrays, accum_steps)
     (total, variables), (overwrite, losses, aux) = jax.lax.scan(
         body, (zeros, variables), (jnp.arange(accum_steps), micro_batches)
     )
     return PassResult(
         grads=jax.tree.map(lambda g: g / accum_steps, total),
-        overwrite=jax.tree.map(functools.partial(jnp.max, axis=0), overwrite),
+        overwrite=jax.tree.map(lambda x: x.max(axis=0), overwrite),
         loss=losses.mean(),
         variables=_tree.partition_like(variables, updates),
         aux=jax.tree.map(_reduce_aux, aux, is_leaf=_has_reduce),
     )
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Placeholder:
+    """Stands for a module. It is static, so no transformation changes it."""
+
+
+def take_out(tree: PyTree, *kinds: type) -> tuple[list[Any], PyTree]:
+    """Returns the modules in a tree, and the tree with placeholders for them."""
+    kinds += (_Placeholder,)  # of an NNX step, which has taken out modules already
+    modules = _tree.nodes(tree, kinds)
+    return modules, _tree.replace_nodes(tree, kinds, [_Placeholder()] * len(modules))
+
+
+def put_back(modules: Iterable[Any], tree: PyTree) -> PyTree:
+    """Returns a tree of `take_out` with the modules in their places."""
+    return _tree.replace_nodes(tree, _Placeholder, modules)
 
 
 def _split_batch(batch: PyTree, accum_steps: int) -> PyTree:
@@ -260,9 +262,8 @@ def average_over_devices(
 ) -> PassResult:
     """Makes the result of this device the same on every device of the mapped axes.
 
-    A mean over devices is not finite when one of its terms is not, so all devices take
-    the same decision to skip a step. `variables` are those before the pass, which are
-    the same on every device.
+    A mean is not finite when one of its terms is not, so all devices decide alike.
+    `variables` are those before the pass, which are the same on every device.
     """
     if axis_name is None:
         return result
@@ -270,17 +271,12 @@ def average_over_devices(
     def mean(tree: PyTree) -> PyTree:
         return jax.lax.pmean(mark_varying(tree, axis_name), axis_name)
 
-    def mean_or_max(leaf: Array) -> Array:
-        if _tree.is_inexact_array(leaf):
-            return mean(leaf)
-        return jax.lax.pmax(mark_varying(jnp.asarray(leaf), axis_name), axis_name)
-
     def average_variable(new: Any, old: Array) -> Any:
         # Each device has folded its index into its keys: the old key is the common one.
         if new is None or _tree.is_key(old):
             return None
         if not _tree.is_inexact_array(new):
-            return mean_or_max(new)
+            return jax.lax.pmax(mark_varying(new, axis_name), axis_name)
         # The mean of equal numbers may round to another number. The mean of their
         # changes is exactly 0, so a variable that did not change keeps its bits.
         base = jnp.where(jnp.isfinite(old), old, 0)
@@ -291,7 +287,7 @@ def average_over_devices(
 
     return PassResult(
         grads=mean(result.grads),
-        overwrite=jax.tree.map(mean_or_max, result.overwrite),
+        overwrite=mean(result.overwrite),
         loss=mean(result.loss),
         variables=_tree.map_or_none(average_variable, result.variables, variables),
         aux=jax.tree.map(mean_of_scalar, result.aux, is_leaf=_has_reduce),

@@ -1,7 +1,6 @@
 """`check_progress`: tells a run that is stuck from one that searches for its scale.
 
-The user calls it. An error inside of the step would need a callback or a transfer in
-each step.
+The user calls it: an error inside of each step would need a callback or a transfer.
 """
 
 from collections.abc import Mapping
@@ -58,8 +57,7 @@ def check_progress(
     Raises:
       StuckError: with the cause, and the call of `find_nonfinite` that says where it
         is. The state is that of the last finite step.
-      TypeError, ValueError: if an argument is none of these, if the state is traced, or
-        if its optimizer does not count skipped steps.
+      TypeError, ValueError: if an argument is none of these.
       RuntimeError: if a later step has deleted `state`.
 
     Example:
@@ -70,11 +68,6 @@ def check_progress(
     run, metrics = _read(state), metrics or {}
     if max_skips is not None:
         check_count(max_skips, f"check_progress: {max_skips=}", "of steps")
-    if isinstance(run.skips.notfinite_count, jax.core.Tracer):
-        raise TypeError(
-            "check_progress: the state is traced; expected one with values. Call it "
-            "outside of jit, where the loop logs metrics."
-        )
     check_not_deleted("check_progress", "state", run)
     # All numbers in one transfer, which waits for the step once.
     fetched = jax.device_get(

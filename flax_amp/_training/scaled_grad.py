@@ -4,20 +4,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from flax_amp import _tree
-from flax_amp._training.arguments import (
-    Array,
-    AxisName,
-    PyTree,
-    UserFn,
-    check_count,
-    check_type,
-    describe,
-)
+from flax_amp._training import Array, AxisName, PyTree, UserFn
+from flax_amp._training.arguments import check_count, check_type, describe
 from flax_amp._training.core import Judged, run_with_retries
 from flax_amp._training.loss import split_aux
 from flax_amp._training.passes import (
@@ -48,12 +40,11 @@ def dynamic_scale_value_and_grad(
     Args:
       fun: function of pytrees to differentiate; it returns a scalar float loss.
       has_aux: as in `jax.grad`: `fun` returns `(loss, aux)`.
-      redo_on_nan: as in `flax_amp.make_train_step`.
+      redo_on_nan, axis_name: as in `flax_amp.make_train_step`.
       filter: if True, only the floating and complex array leaves of the
         differentiated argument are differentiated; every other leaf is passed through
         and its gradient is `None`. If False, every leaf is differentiated, as in
         `jax.value_and_grad`.
-      axis_name: as in `flax_amp.make_train_step`. All devices update the scale alike.
       **kwargs: further arguments of `jax.value_and_grad`, such as `argnums`.
 
     Returns:
@@ -80,13 +71,11 @@ def dynamic_scale_value_and_grad(
     # Here, not in the call: an error then points to the line that passed the argument.
     retries = check_count(redo_on_nan, f"{caller}: {redo_on_nan=}", "of retries", 0)
     check_type(fun, Callable, f"{caller}: fun", "a function that returns a loss.")
-    if "holomorphic" in kwargs:
-        raise TypeError(
-            f"{caller}: got holomorphic={kwargs['holomorphic']}; expected a real loss: "
-            "only that can be scaled. Drop holomorphic."
-        )
-    # `jax.value_and_grad` gets one argument: what these select.
     argnums = kwargs.pop("argnums", 0)
+    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    options = dict(argnums=numbers, **kwargs)
+    if not filter:
+        options["is_wanted"] = lambda leaf: True
     name = getattr(fun, "__name__", type(fun).__name__)
 
     @functools.wraps(fun)
@@ -100,32 +89,32 @@ def dynamic_scale_value_and_grad(
                 "an nnx.Module with make_nnx_train_step, or differentiate a function "
                 "of the arrays of nnx.split(model)."
             )
-        numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-        selected = {number: _get(args, number, filter, caller) for number in numbers}
-        wrt, rest = _tree.partition(
-            selected, _tree.is_inexact_array if filter else lambda _: True
-        )
 
-        def loss_of(wrt: PyTree) -> tuple[Array, None, PyTree]:
-            given = list(args)
-            for number, argument in _tree.combine(wrt, rest).items():
-                given[number] = argument
-            loss, aux = split_aux(fun(*given, **fun_kwargs), has_aux, name)
+        def loss_of(*args: PyTree) -> tuple[Array, None, PyTree]:
+            loss, aux = split_aux(fun(*args, **fun_kwargs), has_aux, name)
             return loss, None, aux
 
         def run(scaler: Scaler) -> Judged:
-            inputs = mark_varying(wrt, axis_name)
-            result = run_pass(loss_of, inputs, scaler, axis_name, **kwargs)
+            inputs = mark_varying(args, axis_name)
+            result = run_pass(loss_of, inputs, scaler, axis_name, **options)
             result = average_over_devices(result, axis_name, None)
             forward = _tree.all_finite(result.loss)
             # The caller looks at the gradients themselves, not at their squares.
             backward = _tree.all_finite(result.grads)
-            result = result._replace(grads=cast_like(result.grads, wrt))
-            return Judged(result, forward, backward, jnp.float32(0))
+            grads = cast_like(result.grads, tuple(args[n] for n in numbers))
+            return Judged(
+                result._replace(grads=grads), forward, backward, jnp.float32(0)
+            )
 
         scaler, judged = run_with_retries(run, scaler, retries)
         loss, aux, grads = judged.result.loss, judged.result.aux, judged.result.grads
-        grads = tuple(grads[number] for number in numbers)
+        for number, grad in zip(numbers, grads, strict=True):
+            if grad is None and args[number] is not None:
+                raise TypeError(
+                    f"{caller}: the argument {number}, {args[number]!r}, is static; "
+                    "expected floating arrays to differentiate. Pass "
+                    "jnp.float32(...), or filter=False."
+                )
         value = (loss, aux) if has_aux else loss
         return scaler, (value, grads if isinstance(argnums, Sequence) else grads[0])
 
@@ -141,7 +130,7 @@ def dynamic_scale_grad(fun: UserFn, *, has_aux: bool = False, **kwargs: Any) -> 
       >>> import jax.numpy as jnp
       >>> from flax_amp import init_scaler
       >>> grad_fn = dynamic_scale_grad(lambda w: w**2)
-      >>> state, grad = grad_fn(jnp.float32(3), dynamic_scaler_state=init_scaler())
+      >>> _, grad = grad_fn(jnp.float32(3), dynamic_scaler_state=init_scaler())
       >>> float(grad)
       6.0
     """
@@ -153,20 +142,3 @@ def dynamic_scale_grad(fun: UserFn, *, has_aux: bool = False, **kwargs: Any) -> 
         return state, ((grads, value[1]) if has_aux else grads)
 
     return grad_fn
-
-
-def _get(args: tuple[PyTree, ...], number: int, filter: bool, caller: str) -> PyTree:
-    """Returns the argument to differentiate, after checking that there is one."""
-    if not -len(args) <= number < len(args):
-        raise TypeError(
-            f"{caller}: argnums selects the argument {number}; got {len(args)} by "
-            "position. Pass it by position."
-        )
-    argument = args[number]
-    is_leaf = jax.tree_util.all_leaves([argument])
-    if filter and is_leaf and not _tree.is_inexact_array(argument):
-        raise TypeError(
-            f"{caller}: the argument {number}, {argument!r}, is static; expected "
-            "floating arrays to differentiate. Pass jnp.float32(...), or filter=False."
-        )
-    return argument

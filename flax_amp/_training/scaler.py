@@ -1,9 +1,8 @@
 """The dynamic loss scaler: a plain dict of four 0-d arrays.
 
 The scaler is data, hyper-parameters included. So it passes through `jit`, `vmap` and
-any checkpoint, and a sweep over settings compiles once. A scaler with an
-`adjust_factor` of 1 never moves: so bfloat16 and float32, which need no loss scaling,
-have the same dict.
+any checkpoint, and a sweep over settings compiles once. bfloat16 and float32, which
+need no loss scaling, have the same dict, with an `adjust_factor` of 1: it never moves.
 
 The scale falls only when a lower scale can help. The forward pass does not see it: a
 loss that is not finite would be the same at every other scale. Flax and jaxamp lower
@@ -22,7 +21,8 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from flax_amp import _tree
-from flax_amp._training.arguments import Array, PyTree, check_type, describe
+from flax_amp._training import Array, PyTree
+from flax_amp._training.arguments import describe
 from flax_amp.policy import Precision, read_precision
 
 Scaler = dict[str, Array]
@@ -48,14 +48,17 @@ def init_scaler(
     """Makes a dynamic loss scaler. Powers of two make scaling exact.
 
     Args:
-      scaler: the first scale, between 2**-24 and 2**24, where it always stays. Another
-        value is a ValueError.
+      scaler: the first scale, between 2**-24 and 2**24, where it always stays.
       patience: the number of finite steps to wait; the scale grows on the next one.
-      adjust_factor: the factor by which the scale grows or falls. With 1 it never does.
+      adjust_factor: the factor, at least 1, by which the scale grows or falls. With 1
+        it never does.
 
     Returns:
       A dict of 0-d strongly typed arrays: `scaler` and `adjust_factor` float32,
       `patience` and `count` (the finite steps since the scale last changed) int32.
+
+    Raises:
+      ValueError: if a value is out of its range.
 
     Example:
       >>> scaler = init_scaler(patience=10)
@@ -71,22 +74,12 @@ DynamicScalerState = init_scaler
 
 
 def static_scaler(scale: ArrayLike) -> Scaler:
-    """Makes a scaler whose scale never changes.
-
-    Example:
-      >>> float(update_scaler(static_scaler(8.0), False)["scaler"])
-      8.0
-    """
+    """Makes a scaler whose scale never changes."""
     return init_scaler(scaler=scale, adjust_factor=1.0)
 
 
 def no_scaler() -> Scaler:
-    """Makes a scaler of 1 for bfloat16 and float32.
-
-    Example:
-      >>> float(no_scaler()["scaler"])
-      1.0
-    """
+    """Makes a scaler of 1, which never changes, for bfloat16 and float32."""
     return static_scaler(1.0)
 
 
@@ -119,12 +112,7 @@ def warn_if_unscaled(precision: Precision, scaler: Scaler, stacklevel: int) -> N
 
 
 def scale_loss(loss: Array, state: Mapping[str, Any]) -> Array:
-    """Returns `loss * scale`, in float32 at least, which has room for the product.
-
-    Example:
-      >>> scale_loss(jnp.float16(8), init_scaler())
-      Array(262144., dtype=float32)
-    """
+    """Returns `loss * scale`, in float32 at least, which has room for the product."""
     return _tree.widen(loss) * check_scaler(state)["scaler"]
 
 
@@ -134,7 +122,10 @@ def unscale_grads(grads: PyTree, state: Mapping[str, Any]) -> PyTree:
     `state` is the scaler that `scale_loss` used for them, not the updated one.
 
     Example:
-      >>> float(unscale_grads(jnp.float16(8), static_scaler(4.0)))
+      >>> scaler = static_scaler(4.0)
+      >>> float(scale_loss(jnp.float16(2), scaler))
+      8.0
+      >>> float(unscale_grads(jnp.float16(8), scaler))
       2.0
     """
     # XLA fuses one multiplication for each leaf with the cast around it.
@@ -202,13 +193,13 @@ def check_scaler(state: Any, name: str = "scaler", *, wait: bool = False) -> Sca
 
     Values of arrays on the device are checked only with `wait`, traced ones never.
     """
-    expected = (
-        f"{sorted(KEYS)}. Pass flax_amp.init_scaler(), or flax_amp.no_scaler() for "
-        "bfloat16."
-    )
-    check_type(state, Mapping, name, f"a dict of {expected}")
-    if state.keys() != KEYS.keys():
-        raise ValueError(f"{name} has the keys {sorted(state)}; expected {expected}")
+    is_dict = isinstance(state, Mapping)
+    if not is_dict or state.keys() != KEYS.keys():
+        seen = f"has the keys {sorted(state)}" if is_dict else f"is {describe(state)}"
+        raise ValueError(
+            f"{name} {seen}; expected a dict of {sorted(KEYS)}. Pass "
+            "flax_amp.init_scaler(), or flax_amp.no_scaler() for bfloat16."
+        )
     for key, value in state.items():
         if not _tree.is_numeric(value) or jnp.shape(value) != ():
             raise ValueError(

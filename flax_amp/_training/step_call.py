@@ -1,7 +1,6 @@
 """The call of a step that donates its state: its memory becomes that of the new one.
 
-JAX reports misuse by the position of a flattened argument only. Nothing here walks over
-the leaves of what the last step left, unless the call has failed.
+Nothing here walks over the leaves of what the last step left, unless a call has failed.
 """
 
 import re
@@ -11,7 +10,7 @@ import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from flax_amp import _tree
-from flax_amp._training.arguments import Array, PyTree
+from flax_amp._training import Array, PyTree
 
 # How the errors of JAX begin. That of a user's callback may hold the same words later.
 _DELETED = re.compile("Array has been deleted|INVALID_ARGUMENT: .*deleted or donated")
@@ -26,8 +25,7 @@ _HINT = (
 def copy_aliases(donated: PyTree, others: PyTree) -> PyTree:
     """Copies each array of `donated` that stands there twice, or also in `others`.
 
-    JAX refuses to donate a buffer twice, or to read it as well. With several devices
-    that ends the process on CPUs.
+    JAX refuses to donate those. With several devices they end the process on CPUs.
     """
     seen = set(map(id, jax.tree.leaves(others)))
 
@@ -40,10 +38,7 @@ def copy_aliases(donated: PyTree, others: PyTree) -> PyTree:
 
 
 def reraise_with_path(error: Exception, caller: str, **arguments: PyTree) -> NoReturn:
-    """Raises the error of a step again; if JAX refused an array, it says where and why.
-
-    What JAX refuses is a `RuntimeError` or a `ValueError`.
-    """
+    """Raises the error of a step again; if JAX refused an array, it says which one."""
     is_deleted, is_donated = (x.match(str(error)) for x in (_DELETED, _DONATED))
     if is_deleted:
         for name, argument in arguments.items():

@@ -1,9 +1,7 @@
 """`AmpTrainState`: Flax's `TrainState` with the scaler and all other state of a run.
 
-A checkpoint of the state is complete: a run that is resumed from it is bit-identical to
-an uninterrupted one. From the start every leaf is a strongly typed `jax.Array`, so a
-step is traced once. No leaf shares its memory with the user's arrays or with another
-leaf, so donating the state deletes no other array.
+From the start every leaf is a strongly typed `jax.Array`, so a step is traced once. No
+leaf shares its memory with another array, so donating the state deletes no other one.
 """
 
 import functools
@@ -12,7 +10,6 @@ from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import core, nnx, serialization, struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -20,13 +17,8 @@ from flax.training import train_state
 from jax.typing import DTypeLike
 
 from flax_amp import _compat, _tree
-from flax_amp._training.arguments import (
-    Array,
-    PyTree,
-    check_params,
-    check_selection,
-    check_type,
-)
+from flax_amp._training import Array, PyTree
+from flax_amp._training.arguments import check_params, check_selection, check_type
 from flax_amp._training.optimizer import (
     collect_hyperparams,
     replace_hyperparams,
@@ -59,17 +51,6 @@ class AmpTrainState(train_state.TrainState):
       graphdef: the structure of the NNX model; `None` for Linen.
       precision: the long word, which the steps follow. It is static: a run that is
         resumed may change it.
-
-    Example:
-      >>> import flax.linen as nn
-      >>> import optax
-      >>> model = nn.Dense(2)
-      >>> params = model.init(jax.random.key(0), jnp.ones((1, 3)))["params"]
-      >>> state = AmpTrainState.create(
-      ...     apply_fn=model.apply, params=params, tx=optax.adamw(3e-4)
-      ... )
-      >>> state.precision
-      'bf16-mixed'
     """
 
     # These fields have no defaults, so that the fields of a subclass need none either.
@@ -126,6 +107,12 @@ class AmpTrainState(train_state.TrainState):
 
         Raises:
           TypeError, ValueError: if an argument is none of those above.
+
+        Example:
+          >>> import optax
+          >>> params = {"w": jnp.ones(3)}
+          >>> AmpTrainState.create(params=params, tx=optax.adamw(3e-4)).precision
+          'bf16-mixed'
         """
         name = f"{cls.__name__}.create"
         precision = long_word(precision, f"{name}: precision")
@@ -145,9 +132,14 @@ class AmpTrainState(train_state.TrainState):
                 raise TypeError(f"{name}: got {wrt=} without model; expected both.")
             expected = "a dict of arrays, or else an nnx.Module as model."
             check_type(params, Mapping | list | tuple, f"{name}: params", expected)
-        may_be_half = _is_half(param_dtype, name)
-        check_params(params, name, may_be_half=may_be_half)
-        if may_be_half:
+        if jnp.dtype(param_dtype) not in (jnp.float32, jnp.bfloat16):
+            raise ValueError(
+                f"{name}: {param_dtype=}; expected float32 or bfloat16: in float16, "
+                "weights below 6e-8 would be 0. What to compute in, precision= says."
+            )
+        is_half = jnp.dtype(param_dtype) == jnp.bfloat16
+        check_params(params, name, may_be_half=is_half)
+        if is_half:
             params, tx = store_in_half(params, tx)
         making, updating = skipping(tx, params)
         given = first_scaler(precision) if scaler is None else scaler
@@ -199,53 +191,34 @@ class AmpTrainState(train_state.TrainState):
 
         The names of several optimizers begin with the label of `optax.multi_transform`,
         `a/b1`, or with a number.
-
-        Example:
-          >>> import optax
-          >>> from flax_amp import optim
-          >>> tx = optim.adamw(optax.linear_schedule(0.1, 0.0, 10))
-          >>> state = AmpTrainState.create(params={"w": jnp.ones(3)}, tx=tx)
-          >>> float(state.hyperparams["learning_rate"])
-          0.1...
         """
         return collect_hyperparams(self.opt_state)
 
     def replace_hyperparams(self, **changes: Any) -> Self:
-        """Returns a state with new values of hyper-parameters, without compiling again.
-
-        Args:
-          **changes: new values, by the names of `hyperparams`.
+        """Returns a state with new values of `hyperparams`, without compiling again.
 
         Example:
           >>> from flax_amp import optim
           >>> params = {"w": jnp.ones(3)}
           >>> state = AmpTrainState.create(params=params, tx=optim.adamw(3e-4))
-          >>> state = state.replace_hyperparams(learning_rate=1e-4)
+          >>> state = state.replace_hyperparams(learning_rate=0.5)
+          >>> float(state.hyperparams["learning_rate"])
+          0.5
         """
         caller = "AmpTrainState.replace_hyperparams"
         opt_state = replace_hyperparams(self.opt_state, changes, caller)
         return self.replace(opt_state=opt_state)
 
     def merge_model(self) -> nnx.Module:
-        """Returns a copy of the NNX model as it is now; training does not change it.
-
-        Example:
-          >>> import optax
-          >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-          >>> state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
-          >>> state.merge_model()(jnp.ones((1, 3))).shape
-          (1, 2)
-        """
-        if self.graphdef is None:
-            raise TypeError(
-                "merge_model: the state was made from params; expected one made with "
-                "create(model=...). Use state.apply_fn(...) instead."
-            )
+        """Returns a copy of the NNX model as it is now; training does not change it."""
+        made = "a state made with create(model=...). Use state.apply_fn(...) instead."
+        graphdef: Any = self.graphdef
+        check_type(graphdef, nnx.GraphDef, "merge_model: the graphdef", made)
         params, variables = jax.tree.map(
             lambda x: _tree.strong_copy(_tree.float32_if_bfloat16(x)),
             (self.params, self.variables),
         )
-        return nnx.merge(self.graphdef, params, variables)
+        return nnx.merge(graphdef, params, variables)
 
 
 def split_model(
@@ -261,14 +234,6 @@ def split_model(
     return graphdef, params, variables
 
 
-def variables_of(model: nnx.Module, params: PyTree) -> PyTree:
-    """Returns the state of a module except its parameters, as `split_model` does."""
-    # By path, not by type: `wrt` may have selected any kind of variable.
-    trained = set(nnx.traversals.flatten_mapping(params))
-    rest = nnx.state(model, lambda path, _: path not in trained)
-    return nnx.to_pure_dict(rest)
-
-
 def bare_state(cls: type[StateT], **given: Any) -> StateT:
     """Returns a state for one call, which holds nothing but what is given."""
     fields: dict[str, Any] = dict.fromkeys(("apply_fn", "tx", "opt_state"))
@@ -276,29 +241,9 @@ def bare_state(cls: type[StateT], **given: Any) -> StateT:
     return cls(**fields | given)
 
 
-def check_state(state: Any, caller: str) -> None:
-    """Raises a TypeError unless a state is an `AmpTrainState`."""
-    expected = (
-        "an AmpTrainState. Make it with flax_amp.AmpTrainState.create(...), or train "
-        "an nnx.Module with make_nnx_train_step."
-    )
-    check_type(state, AmpTrainState, f"{caller}: state", expected)
-
-
-def _is_half(param_dtype: DTypeLike, name: str) -> bool:
-    """Whether parameters are to be stored in bfloat16; raises an error for float16."""
-    if jnp.dtype(param_dtype) not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(
-            f"{name}: {param_dtype=}; expected float32 or bfloat16: in float16, "
-            "weights below 6e-8 would become 0. Choose what to compute in with "
-            "precision=."
-        )
-    return jnp.dtype(param_dtype) == jnp.bfloat16
-
-
 # PRNG keys in the state dicts of `flax.serialization`: the array of their data, because
 # a typed key is no array that `to_bytes` can write. The target says of which
-# implementation it is.
+# implementation it is; JAX refuses the data of another one.
 
 
 def _to_data(key: Any) -> Any:
@@ -308,16 +253,6 @@ def _to_data(key: Any) -> Any:
 def _to_key(key: Any, data: Any) -> Any:
     if not _tree.is_key(key):
         return data
-    # The data of threefry keys and of rbg keys are uint32 of two and of four numbers.
-    # They are compared, because another generator would draw other numbers in silence.
-    expected = jax.eval_shape(jax.random.key_data, key)
-    if (np.shape(data), jnp.result_type(data)) != (expected.shape, expected.dtype):
-        raise ValueError(
-            f"from_state_dict: {serialization.current_path()} is "
-            f"{jnp.result_type(data)}{list(np.shape(data))}; expected the data of a "
-            f"key, {expected.dtype}{list(expected.shape)}. Make the target with keys "
-            "of the implementation that was saved."
-        )
     return jax.random.wrap_key_data(jnp.asarray(data), impl=_tree.key_impl(key))
 
 

@@ -1,8 +1,7 @@
 """`make_train_step` and `make_eval_step`: the steps of an `AmpTrainState`.
 
-Sharp edges:
-  `state.step` counts skipped steps, but the counts inside `opt_state` do not. After
-  skips, `schedule(state.step)` is ahead of the learning rate that the optimizer uses.
+A sharp edge: `state.step` counts skipped steps, but the counts inside `opt_state` do
+not. `schedule(state.step)` is then ahead of the rate that the optimizer uses.
 """
 
 import functools
@@ -15,16 +14,11 @@ from flax import nnx
 
 from flax_amp import _tree
 from flax_amp._rewriter.rewritten import rewritten
+from flax_amp._training import AxisName, Metrics, PyTree, UserFn
 from flax_amp._training.arguments import (
-    AxisName,
-    Metrics,
     Options,
-    PyTree,
-    UserFn,
-    check_amp_options,
-    check_function,
     check_options,
-    check_params,
+    check_type,
 )
 from flax_amp._training.core import run_step
 from flax_amp._training.loss import call_user_fn, fold_in, in_precision, with_name_of
@@ -34,13 +28,16 @@ from flax_amp._training.train_state import (
     AmpTrainState,
     StateT,
     bare_state,
-    check_state,
     split_model,
 )
-from flax_amp.optim._small_state import rounds_parameters
 from flax_amp.policy import PolicyEntries, Precision
 
 ResultT = TypeVar("ResultT")
+
+_A_STATE = (
+    "an AmpTrainState. Make it with flax_amp.AmpTrainState.create(...), or train an "
+    "nnx.Module with make_nnx_train_step."
+)
 
 
 class TrainStep(Protocol):
@@ -69,10 +66,9 @@ def make_train_step(
 
     Args:
       loss_fn: `loss_fn(params, batch, *args)`, or `loss_fn(model, batch, *args)` if
-        the state was made from an NNX model, where `args` are the further arguments of
-        the step. It returns a scalar float loss. It may also declare the keywords
-        `state`, with the parameters and variables of this pass, and `rngs`,
-        `state.rngs` folded with `state.step`. A loss that is already
+        the state was made from an NNX model. It returns a scalar float loss. It may
+        also declare the keywords `state`, with the parameters and variables of this
+        pass, and `rngs`, `state.rngs` folded with `state.step`. A loss that is already
         `flax_amp.amp(...)` is taken as it is, for options that the step does not have.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is any pytree. The entries
         of a dict become metrics; only its reserved key `"variables"` holds updated
@@ -91,11 +87,10 @@ def make_train_step(
         over which to average gradients (in float32), loss, variables and scalar float
         leaves of `aux`. Each device draws its own `rngs`. Use it with `jit=False`
         inside the mapped function.
-      metrics_fn: `metrics_fn(state, grads, updates)`, which returns a dict of further
-        metrics. It is traced into the step and runs in float32. `state` is the one
-        before the update, `grads` are unscaled and averaged, before `tx`, and `updates`
-        are the new parameters minus the old ones, in float32. In a skipped step, both
-        may hold infs and NaNs.
+      metrics_fn: `metrics_fn(state, grads, updates)`, traced into the step, returns a
+        dict of further metrics. `state` is the one before the update, `grads` are
+        unscaled and averaged, before `tx`, and `updates` are the new parameters minus
+        the old ones, all in float32. In a skipped step they may hold infs and NaNs.
       state_shardings: the shardings of the new state, as a state of shardings or as one
         sharding for all leaves. On a mesh, pass those that the state was created with:
         otherwise XLA chooses them, and may move a leaf that was replicated.
@@ -109,8 +104,7 @@ def make_train_step(
       metrics are arrays on the device:
 
       - `loss`: float32.
-      - `grads_finite`: False for every skipped step, also if its loss or its updated
-        variables were the cause.
+      - `grads_finite`: False for every skipped step, whatever the cause.
       - `scaler`: the scale of the next step.
       - `grad_norm`: the norm of the unscaled gradients, before any clipping.
       - `skipped_total`: the number of skipped steps.
@@ -121,8 +115,7 @@ def make_train_step(
 
     Raises:
       TypeError, ValueError: if an argument is none of these; when called, if the state,
-        or what the loss or `metrics_fn` returns, is not what is expected, if the batch
-        does not split, or if updated variables or the update do not fit the state.
+        the batch, or what a function returns, is not what is expected.
       RuntimeError: when called, if an earlier step has deleted the state.
 
     Example:
@@ -136,25 +129,15 @@ def make_train_step(
       >>> int(state.step), bool(metrics["grads_finite"])
       (1, True)
     """
-    options = check_options(
-        "make_train_step",
-        loss_fn,
-        precision,
-        amp_policy,
-        redo_on_nan,
-        accum_steps,
-        has_aux=has_aux,
-        axis_name=axis_name,
-        metrics_fn=metrics_fn,
-    )
+    of_passes = has_aux, redo_on_nan, accum_steps, axis_name, metrics_fn
+    options = Options("make_train_step", loss_fn, precision, amp_policy, *of_passes)
+    options = check_options(options)
 
     @rewritten
     def train_step(
         state: StateT, batch: PyTree, *args: PyTree
     ) -> tuple[StateT, Metrics]:
-        check_state(state, "train_step")
-        may_be_half = rounds_parameters(state.opt_state)
-        check_params(state.params, "train_step", may_be_half=may_be_half)
+        check_type(state, AmpTrainState, "train_step: state", _A_STATE)
         return run_step(options, state, batch, args)
 
     if not jit and state_shardings is not None:
@@ -165,12 +148,9 @@ def make_train_step(
     if not jit:
         return train_step
     # Inside of `jit` the sharding of the old state is not known: the caller passes it.
-    settings: dict[str, Any] = dict(donate_argnums=(0,) if donate else ())
-    if state_shardings is not None:
-        settings["out_shardings"] = (state_shardings, None)
-    return _with_state_checks(
-        jax.jit(train_step, **settings), options.precision, donate
-    )
+    donated, shardings = (0,) if donate else (), (state_shardings, None)
+    jitted = jax.jit(train_step, donate_argnums=donated, out_shardings=shardings)
+    return _with_state_checks(jitted, options.precision, donate)
 
 
 def _with_state_checks(jitted: Any, precision: Precision | None, donates: bool) -> Any:
@@ -212,12 +192,9 @@ def make_eval_step(
 
     Args:
       fn: `fn(params, batch, *args)`, or `fn(model, batch, *args)` for NNX. The model is
-        in evaluation mode (`model.eval()`), and its updates are dropped. Keywords, and
-        functions that are `flax_amp.amp(...)` already, are as in `make_train_step`.
-      precision: what to compute in, instead of the `precision` of the state. An NNX
-        model tells none: for it, the default is "bf16-mixed".
-      amp_policy: see `flax_amp.amp`.
-      jit: compile the step.
+        in evaluation mode (`model.eval()`), and its updates are dropped.
+      precision: as in `make_train_step`; "bf16-mixed" for an NNX model by itself.
+      amp_policy, jit: as in `make_train_step`.
 
     Returns:
       `eval_step(state, batch, *args)`, or `eval_step(model, batch, *args)`, which
@@ -233,9 +210,7 @@ def make_eval_step(
       >>> eval_step(model, jnp.ones((4, 3))).shape
       (4, 1)
     """
-    check_function(fn, "make_eval_step: fn")
-    given = check_amp_options(fn, "make_eval_step", precision, amp_policy)
-    options = Options("eval_step", fn, given, amp_policy)
+    options = check_options(Options("make_eval_step", fn, precision, amp_policy))
     flags = dict(evaluate=True, may_change_inputs=not jit)
 
     def evaluate(state: AmpTrainState, batch: PyTree, *args: PyTree) -> Any:
@@ -246,7 +221,7 @@ def make_eval_step(
 
         # As in a training step: other numbers in each step, the same ones in a rerun.
         rngs = fold_in(state.rngs, state.step)
-        used = given or state.precision
+        used = options.precision or state.precision
         named = with_name_of(fn, pure)
         function = in_precision(named, used, amp_policy, recompute=False)
         params = jax.tree.map(_tree.float32_if_bfloat16, state.params)
@@ -260,7 +235,7 @@ def make_eval_step(
             graphdef, params, variables = split_model(state, nnx.Param)
             of_model = dict(graphdef=graphdef, params=params, variables=variables)
             state = bare_state(AmpTrainState, **of_model)
-        check_state(state, "eval_step")
+        check_type(state, AmpTrainState, "eval_step: state", _A_STATE)
         try:
             return run(state, batch, *args)
         except (RuntimeError, ValueError) as error:

@@ -21,10 +21,6 @@ def part(i, parts):
     return jax.tree.map(lambda leaf: leaf[i::parts], linear_batch())
 
 
-def make_state(tx, scaler=None):
-    return linear_state(tx, scaler=scaler or no_scaler())
-
-
 def optimizer():
     return optax.chain(optax.clip_by_global_norm(CLIP), optax.adam(0.1))
 
@@ -38,7 +34,7 @@ def step(accum_steps=1):
 
 @functools.cache
 def full_batch_steps(count):
-    state = make_state(optimizer())
+    state = linear_state(optimizer(), scaler=no_scaler())
     for _ in range(count):
         state, _ = step()(state, linear_batch())
     return state
@@ -55,7 +51,7 @@ def guarded(tx):
 def test_any_way_to_accumulate_equals_the_full_batch(accum_steps, every, wrap):
     """The clip sees the mean gradient of all the examples, whatever the way."""
     tx = optax.MultiSteps(optimizer(), every)
-    state = make_state(wrap(tx) if wrap else tx)
+    state = linear_state(wrap(tx) if wrap else tx, scaler=no_scaler())
     for i in range(3 * every):
         state, _ = step(accum_steps)(state, part(i % every, every))
     assert_close(state.params, full_batch_steps(3).params, jnp.float32)
@@ -67,7 +63,7 @@ def test_a_bad_micro_step_is_not_counted(bad):
     """MultiSteps waits for one more: its window holds good gradients only."""
     batches = [part(i, 4) for i in range(4)]
     batches.insert(bad, POISONED)
-    state = make_state(optax.MultiSteps(optimizer(), 4))
+    state = linear_state(optax.MultiSteps(optimizer(), 4), scaler=no_scaler())
     for batch in batches:
         before = state
         state, metrics = step()(state, batch)

@@ -18,13 +18,12 @@ from _steps import (
 from flax_amp import (
     AmpOptimizer,
     AmpTrainState,
-    init_scaler,
     make_eval_step,
     make_nnx_train_step,
     make_train_step,
     static_scaler,
 )
-from helpers import assert_identical
+from helpers import assert_close, assert_identical
 
 OPTIONS = {
     "plain": {},
@@ -50,13 +49,11 @@ WEIGHT, SHIFT = jnp.float32(0.5), {"x": jnp.float32([[0.5, 0.0, -0.5]])}
 
 
 def linear_nnx_state():
-    model, optimizer = linear_objects()
-    scaler = init_scaler(scaler=16)
-    return AmpTrainState.create(model=model, tx=optimizer.tx, scaler=scaler)
+    return AmpTrainState.create(model=linear_objects()[0], tx=optax.sgd(0.1))
 
 
 def on_state(loss, args, make=linear_state, **options):
-    step = make_train_step(loss, has_aux=True, **options)
+    step = make_train_step(loss, **options)
     state, metrics = step(make(), linear_batch(), *args)
     return state.params, metrics
 
@@ -67,8 +64,9 @@ def on_nnx_state(loss, args, **options):
 
 def on_objects(loss, args, **options):
     model, optimizer = linear_objects()
-    step = make_nnx_train_step(loss, has_aux=True, **options)
-    metrics = step(model, optimizer, linear_batch(), *args)
+    metrics = make_nnx_train_step(loss, **options)(
+        model, optimizer, linear_batch(), *args
+    )
     return nnx.to_pure_dict(nnx.state(model)), metrics
 
 
@@ -78,13 +76,12 @@ def on_objects(loss, args, **options):
     [(on_state, weighted), (on_nnx_state, nnx_weighted), (on_objects, nnx_weighted)],
 )
 def test_a_step_is_that_of_a_loss_which_closes_over_them(run, loss, options):
-    options = options | {"precision": "bf16-mixed"}
+    options = options | {"precision": "bf16-mixed", "has_aux": True}
     found = run(loss, (WEIGHT, SHIFT), **options)
     closed = lambda target, batch: loss(target, batch, WEIGHT, SHIFT)  # noqa: E731
     expected = run(closed, (), **options)
     np.testing.assert_allclose(found[1]["seen"], WEIGHT)
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert_close(found, expected, jnp.float32)
 
 
 def test_they_are_traced():
@@ -131,22 +128,20 @@ def drawing(model, batch, streams, counter):
     return loss + streams.noise.uniform(), aux
 
 
-def objects(tx=None):
+MADE = dict(tx=optax.sgd(0.1), scaler=static_scaler(8.0))
+
+
+def objects():
     model = Net()
-    return model, AmpOptimizer(model, tx or optax.sgd(0.1), scaler=scaler())
+    return model, AmpOptimizer(model, **MADE)
 
 
-def scaler():
-    return static_scaler(8.0)
+def make_state():
+    return AmpTrainState.create(model=Net(), **MADE)
 
 
-def make_state(**options):
-    options = dict(model=Net(), tx=optax.sgd(0.1), scaler=scaler()) | options
-    return AmpTrainState.create(**options)
-
-
-def streams(**seeds):
-    return nnx.Rngs(**dict(dropout=0, noise=1) | seeds)
+def streams():
+    return nnx.Rngs(dropout=0, noise=1)
 
 
 @options_of_steps

@@ -36,13 +36,19 @@ from flax_amp import (
 
 pytestmark = pytest.mark.once
 
-X = jnp.ones(3)
+X, HALF = jnp.ones(3), jnp.ones(3, jnp.float16)
 ADAM = functools.partial(linear_state, optax.adam(0.1))
 PLAIN = nnx.Optimizer(linear_objects()[0], optax.adam(0.1), wrt=nnx.Param)
+MODEL, OPTIMIZER = linear_objects()
 
 
 def later(fn, *args, **options):
     return lambda: fn(*args, **options)
+
+
+made = functools.partial(later, make_train_step)
+made_nnx = functools.partial(later, make_nnx_train_step)
+checked = functools.partial(later, check_progress)
 
 
 def pair(aux):
@@ -55,17 +61,21 @@ def measuring(result):
 
 def created(**options):
     options = dict(params={"w": X}, tx=optax.sgd(0.1)) | options
-    return lambda: AmpTrainState.create(**options)
-
-
-def created_of(model, **options):
-    return created(params=None, model=model, **options)
+    return later(AmpTrainState.create, **options)
 
 
 def of_state(make=linear_state, **changes):
     """A step on a state with other fields."""
     loss = lambda params, x: params["w"].sum() + x.sum()  # noqa: E731
     return lambda: make_train_step(loss)(make().replace(**changes), X)
+
+
+def on(state):
+    return lambda: make_train_step(sum_loss)(state, X)
+
+
+def nnx_on(*objects, **options):
+    return run_nnx(make=lambda: objects or linear_objects(**options))
 
 
 def grad(fun, **options):
@@ -88,12 +98,6 @@ def grows(model, batch):
     return model(batch["x"]).mean()
 
 
-def other_model():
-    """A model with the optimizer of another one."""
-    wider = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    return linear_objects()[0], AmpOptimizer(wider, optax.adam(0.1))
-
-
 def splitting(batch, steps):
     return run(pair({}), batch=lambda: batch, has_aux=True, accum_steps=steps)
 
@@ -102,41 +106,33 @@ def matrix(params, batch):
     return params["w"]
 
 
+STATS = {"batch_stats": {"mean": X}}
+WIDER = AmpOptimizer(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), optax.adam(0.1))
+FLAX = TrainState.create(apply_fn=None, params={"w": X}, tx=optax.sgd(0.1))
+
 # error -> what is said -> a call that raises it
 TABLE = {
     ValueError: {
         # arguments
-        "^make_train_step: accum_steps=0; expected": later(
-            make_train_step, linear_loss, accum_steps=0
-        ),
-        "^make_nnx_train_step: accum_steps=1.5; expected": later(
-            make_nnx_train_step, sum_loss, accum_steps=1.5
-        ),
-        "redo_on_nan=-1; expected": later(make_train_step, linear_loss, redo_on_nan=-1),
+        "^make_train_step: accum_steps=0; expected": made(linear_loss, accum_steps=0),
+        "^make_nnx_train_step: accum_steps=1.5": made_nnx(sum_loss, accum_steps=1.5),
+        "redo_on_nan=-1; expected": made(linear_loss, redo_on_nan=-1),
         "redo_on_nan=1.5": later(dynamic_scale_grad, linear_loss, redo_on_nan=1.5),
-        "state_shardings with jit=False": later(
-            make_train_step, linear_loss, state_shardings=3, jit=False
-        ),
+        "state_shardings with jit": made(linear_loss, state_shardings=3, jit=False),
         "param_dtype='float16'; expected float32 or": created(param_dtype="float16"),
         r"9 parameters are not float32: \[0\]: float16, .*\[2\]: float16 and 6 m": (
-            created(params=[jnp.ones(2, jnp.float16)] * 9)
+            created(params=[HALF] * 9)
         ),
         r"\['key'\]: key<fry>": created(params={"w": X, "key": jax.random.key(0)}),
-        "create: wrt=.*selects no variable": created_of(
-            linear_objects()[0], wrt=nnx.Cache
+        "create: wrt=.*selects no variable": created(
+            params=None, model=MODEL, wrt=nnx.Cache
         ),
         "create: scaler has the keys": created(scaler={"growth": 1}),
-        "max_skips=0; expected an integer of at least 1": later(
-            check_progress, linear_state(), max_skips=0
-        ),
-        "check_progress: the scaler has the keys": later(
-            check_progress, (ADAM().opt_state, {})
-        ),
+        "max_skips=0; expected an integer of": checked(linear_state(), max_skips=0),
+        "check_progress: the scaler has the keys": checked((ADAM().opt_state, {})),
         # what a loss returns
         r"returned aux with \['batch_stats'\].*aux\['variables'\]": run(
-            pair({"batch_stats": {"mean": X}}),
-            lambda: linear_state(variables={"batch_stats": {"mean": X}}),
-            has_aux=True,
+            pair(STATS), lambda: linear_state(variables=STATS), has_aux=True
         ),
         r"\['cache'\]: absent before, int32\[\] now": run(
             pair({"variables": {"cache": 1}}), has_aux=True
@@ -153,63 +149,38 @@ TABLE = {
         r"\['x'\] has shape \(2,\); batch\['y'\] h.*accum_steps=2.*further arg": (
             splitting({"x": X[:2], "y": np.ones(4)}, 2)
         ),
-        r"batch\['n'\] has shape \(\).*the same for all": splitting(
-            {"x": np.ones((3, 3)), "n": 3}, 3
-        ),
+        r"\['n'\] has shape \(\).*the same for all": splitting({"x": X, "n": 3}, 3),
         r"batch\['x'\] has shape \(8, 3\).*divisible by": splitting(linear_batch(), 3),
         # a state
-        r"the scaler has the keys .*; expected \['adjust_factor', 'count'": of_state(
+        r"the scaler has the keys .*; expected a dict of \['adjust_fa": of_state(
             scaler={"scaler": X[0]}
         ),
-        r"train_step: .*\['w'\]: float16; ex": of_state(
-            params={"w": X.astype(jnp.float16)}
-        ),
+        r"train_step: .*\['w'\]: float16; ex": of_state(params={"w": HALF}),
         r"make_train_step: .*params\['w'\]: \(1,\) before, \(3,\) now": of_state(
             ADAM, params={"w": X[:1]}
         ),
-        "train_step: 2 parameters are not float32.*kernel": run_nnx(
-            make=lambda: linear_objects(param_dtype=jnp.float16)
+        "train_step: 2 parameters are not float32.*kernel": nnx_on(
+            param_dtype=jnp.float16
         ),
-        "train_step: wrt=.* selects no variable": run_nnx(
-            make=lambda: linear_objects(wrt=nnx.Cache)
-        ),
+        "train_step: wrt=.* selects no variable": nnx_on(wrt=nnx.Cache),
         r"make_nnx_train_step: .*\['kernel'\].*: \(3, 1\) before, \(3, 2\) now": (
-            run_nnx(make=other_model)
+            nnx_on(MODEL, WIDER)
         ),
     },
     TypeError: {
         # arguments
-        r"^make_train_step: loss_fn is int32\[\]; expected a function": later(
-            make_train_step, 3
-        ),
-        "make_eval_step: fn is a NoneType": later(make_eval_step, None),
+        r"^make_train_step: the function is int32\[\]; expected a function": made(3),
+        "make_eval_step: the function is a NoneType": later(make_eval_step, None),
         "fun is a NoneType; expected a function": later(dynamic_scale_grad, None),
-        "holomorphic=True; expected a real loss": later(
-            dynamic_scale_grad, jnp.sin, holomorphic=True
-        ),
-        "params is a NoneType; expected a dict.*an nnx.Module as model": created(
-            params=None
-        ),
+        "params is a NoneType; expected .*nnx.Module as model": created(params=None),
         r"params is float32\[3\]; expected a dict": created(params=X),
-        "model is an AmpOptimizer; expected an nnx.Module": created_of(
-            linear_objects()[1]
-        ),
-        "model together with params": created(model=linear_objects()[0]),
+        "model is an AmpOptimizer; expected an nnx.Module": created(model=OPTIMIZER),
+        "model together with params": created(model=MODEL),
         "got wrt=.* without model": created(wrt=nnx.LoRAParam),
         "rngs is .*; expected a dict": created(rngs=jax.random.key(0)),
-        r"tx is float32\[\]; expected an optimizer": created(tx=1e-3),
-        "state is a dict; expected an AmpTrainState, an AmpOptimizer": later(
-            check_progress, {}
-        ),
-        "does not count skipped steps.*is a tuple;.*AmpOptimizer": later(
-            check_progress, PLAIN
-        ),
-        "does not count skipped steps.*is a dict;.*apply_if_fin": later(
-            check_progress, ({}, no_scaler())
-        ),
-        "the state is traced; .* outside of jit": later(
-            jax.jit(check_progress), linear_state()
-        ),
+        "state is a dict; expected an AmpTrainState, an AmpOptimizer": checked({}),
+        "does not count skipped steps.*is a tuple;.*AmpOptimizer": checked(PLAIN),
+        "not count skipped.*is a dict;.*apply_if_fin": checked(({}, no_scaler())),
         # what a loss returns
         r"float32\[3\] as its loss.*mean\(\)": run(matrix),
         r"int32\[\] as its.*scalar float": run(lambda p, b: p["w"].sum().astype(int)),
@@ -221,20 +192,14 @@ TABLE = {
         "make_nnx_train_step: <lambda> returned": run_nnx(lambda m, b: m(b)),
         r"matrix returned float32\[3\] as its loss": grad(matrix),
         r"matrix returned .*\(loss, aux\) pair": grad(matrix, has_aux=True),
-        "argnums selects the argument 2; got 2": grad(linear_loss, argnums=2),
+        "argnums=.* requires at least 3 positional": grad(linear_loss, argnums=2),
         r"metrics_fn: its result is float32\[\]; expect": measuring(1.0),
         # a state
-        "train_step: state is a TrainState; expected an Amp": lambda: make_train_step(
-            sum_loss
-        )(TrainState.create(apply_fn=None, params={"w": X}, tx=optax.sgd(0.1)), X),
-        "state is a Linear; .*make_nnx_train_step": lambda: make_train_step(sum_loss)(
-            linear_objects()[0], X
-        ),
-        "train_step: model is a dict": run_nnx(make=lambda: ({}, linear_objects()[1])),
-        "optimizer is an AmpTrainState; expected a flax_amp.AmpOptimizer": run_nnx(
-            make=lambda: (linear_objects()[0], linear_state())
-        ),
-        r"made with create\(model=": linear_state().merge_model,
+        "train_step: state is a TrainState; expected an Amp": on(FLAX),
+        "state is a Linear; .*make_nnx_train_step": on(MODEL),
+        "train_step: model is a dict": nnx_on({}, OPTIMIZER),
+        "is an AmpTrainState; expected a flax_amp.AmpOpt": nnx_on(MODEL, ADAM()),
+        r"graphdef is a NoneType; .*create\(model=": linear_state().merge_model,
     },
 }
 ROWS = [(call, error, m) for error, rows in TABLE.items() for m, call in rows.items()]
@@ -322,17 +287,15 @@ def test_a_teacher_that_shares_arrays_of_the_model():
 
 def test_nothing_walks_over_what_the_last_step_returned(monkeypatch):
     step, nnx_step = make_train_step(linear_loss), make_nnx_train_step(sum_loss)
-    (state, _), (model, optimizer) = (
-        step(linear_state(), linear_batch()),
-        (linear_objects()),
-    )
-    nnx_step(model, optimizer, X)
+    batch, objects = linear_batch(), linear_objects()
+    state, _ = step(linear_state(), batch)
+    nnx_step(*objects, X)
     for module in ("train_step", "nnx_step"):
         monkeypatch.setattr(f"flax_amp._training.{module}.copy_aliases", None)
     for _ in range(2):
-        state, _ = step(state, linear_batch())
-        nnx_step(model, optimizer, X)
-    raised(lambda: step(linear_state(), linear_batch()), TypeError, "not callable")
+        state, _ = step(state, batch)
+        nnx_step(*objects, X)
+    raised(lambda: step(linear_state(), batch), TypeError, "not callable")
     raised(lambda: nnx_step(*linear_objects(), X), TypeError, "not callable")
 
 

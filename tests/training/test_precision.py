@@ -4,14 +4,13 @@ import functools
 import warnings
 from typing import get_args
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx, serialization
 
-from _steps import linear_batch, linear_loss, linear_state, raised
+from _steps import linear_objects, linear_state, raised
 from flax_amp import (
     AmpOptimizer,
     AmpTrainState,
@@ -39,19 +38,16 @@ ALIASES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 
 
 def linen_state(**options):
-    model = nn.Dense(2)
-    params = model.init(jax.random.key(0), X)["params"]
-    return AmpTrainState.create(
-        apply_fn=model.apply, params=params, tx=optax.sgd(0.1), **options
-    )
+    params = {"w": jnp.ones((3, 2))}
+    return AmpTrainState.create(params=params, tx=optax.sgd(0.1), **options)
 
 
-def linen_loss(params, batch, *, state):
-    return state.apply_fn({"params": params}, batch).mean()
+def linen_loss(params, batch):
+    return (batch @ params["w"]).mean()
 
 
 def nnx_objects(**options):
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    model, _ = linear_objects()
     return model, AmpOptimizer(model, optax.sgd(0.1), **options)
 
 
@@ -67,16 +63,12 @@ def by_state(given, loss=lambda loss: loss, **options):
 
 
 def by_optimizer(given, loss=lambda loss: loss, **options):
-    """The same for the step on an `AmpOptimizer`."""
+    """The same for the step on an `AmpOptimizer`; a model by itself tells none."""
     graphdef, arrays = nnx.split(nnx_objects(**given))
     step = make_nnx_train_step(loss(nnx_loss), jit=False, **options)
+    found = dtypes_of(lambda a: step(*nnx.merge(graphdef, a), X), arrays)
     evaluate = make_eval_step(loss(nnx_loss), jit=False, **options)
-
-    def pure(arrays):
-        return step(*nnx.merge(graphdef, arrays), X)
-
-    found = dtypes_of(pure, arrays)
-    if options or loss(nnx_loss) is not nnx_loss:  # a model tells no precision
+    if options or loss(nnx_loss) is not nnx_loss:
         found += dtypes_of(lambda a: evaluate(nnx.merge(graphdef, a)[0], X), arrays)
     scaler = nnx.merge(graphdef, arrays)[1].scaler
     return found, {key: x[...] for key, x in scaler.items()}
@@ -121,11 +113,11 @@ def test_a_word_is_everywhere_the_same_and_no_other_is():
             lambda w=word: linen_state(precision=w),
             lambda w=word: nnx_objects(precision=w),
             lambda w=word: amp(nnx_loss, precision=w),
-            lambda w=word: make_train_step(linear_loss, precision=w),
+            lambda w=word: make_train_step(linen_loss, precision=w),
             lambda w=word: make_nnx_train_step(nnx_loss, precision=w),
             lambda w=word: make_eval_step(nnx_loss, precision=w),
-            lambda w=word: make_eval_step(linear_loss)(
-                linear_state().replace(precision=w), linear_batch()
+            lambda w=word: make_eval_step(linen_loss)(
+                linen_state().replace(precision=w), X
             ),
         ):
             raised(
@@ -153,36 +145,36 @@ def test_a_restored_run_may_change_its_word(old, new, tmp_path):
 # float16 without a scale
 
 
+UNSCALED = {"precision": "fp16", "scaler": no_scaler()}
+
+
 @pytest.mark.parametrize(
     "options, given, warns",
     [
-        ({}, {"precision": "fp16", "scaler": no_scaler()}, True),
+        ({}, UNSCALED, True),
         ({"precision": "fp16"}, {"precision": "fp32"}, True),
         ({"precision": "fp16"}, {"scaler": init_scaler()}, False),
-        ({"precision": "bf16"}, {"precision": "fp16", "scaler": no_scaler()}, False),
+        ({"precision": "bf16"}, UNSCALED, False),
     ],
-    ids=str,
 )
 def test_float16_without_a_scale_warns_once(options, given, warns):
     of_state = make_train_step(linen_loss, donate=False, **options)
     jax.eval_shape(of_state, linen_state(**given), X)  # values tell, types do not
     of_objects = make_nnx_train_step(nnx_loss, donate=False, **options)
-    for step, args in [
-        (of_state, (linen_state(**given),)),
-        (of_objects, nnx_objects(**given)),
+    for step, *args in [
+        (of_state, linen_state(**given), X),
+        (of_objects, *nnx_objects(**given), X),
     ]:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for _ in range(3):
-                step(*args, X)
-        assert len(told) == warns
-        for warning in told:
-            assert warning.filename == __file__
-            assert "float16 with a scale of at most 1" in str(warning.message)
+                step(*args)
+        assert [warning.filename for warning in told] == [__file__] * warns
+        assert all("float16 with a scale of at most 1" in str(w.message) for w in told)
 
 
 def test_float16_needs_an_amp_optimizer():
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    model, _ = linear_objects()
     plain = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     step = make_nnx_train_step(nnx_loss, precision="16-mixed")
     raised(lambda: step(model, plain, X), TypeError, "no loss scaler.*AmpOptimizer")

@@ -30,25 +30,17 @@ def numbers(scaler):
 
 
 def test_it_is_a_plain_dict_of_four_typed_arrays():
-    dtypes = {
-        "scaler": jnp.float32,
-        "count": jnp.int32,
-        "patience": jnp.int32,
-        "adjust_factor": jnp.float32,
-    }
-    makers = init_scaler, no_scaler, functools.partial(static_scaler, 8), update
-    for make in (*makers, DynamicScalerState):
-        scaler = make()
+    dtypes = {"scaler": jnp.float32, "count": jnp.int32, "patience": jnp.int32}
+    dtypes |= {"adjust_factor": jnp.float32}
+    makers = init_scaler, no_scaler, DynamicScalerState
+    updated = update_scaler(init_scaler(), True)
+    for scaler in (*(make() for make in makers), static_scaler(8), updated):
         assert type(scaler) is dict
         assert {key: x.dtype for key, x in scaler.items()} == dtypes
         assert all(x.shape == () and not x.aval.weak_type for x in scaler.values())
     values = {"scaler": 2.0**15, "count": 0, "patience": 2000, "adjust_factor": 2}
     assert numbers(init_scaler()) == numbers(DynamicScalerState()) == values
     assert numbers(no_scaler()) == values | {"scaler": 1, "adjust_factor": 1}
-
-
-def update():
-    return update_scaler(init_scaler(), True)
 
 
 def expected(state, grads, loss):
@@ -153,17 +145,17 @@ def test_values_out_of_range_are_named_wherever_they_are_given(values, message):
 
 
 @pytest.mark.parametrize(
-    "state, error, message",
+    "state, message",
     [
-        (3.0, TypeError, r"scaler is float32\[\]; expected a dict of .*init_scaler"),
-        ({"scaler": 2}, ValueError, r"has the keys \['scaler'\]; expected \['adjust"),
-        (init_scaler() | {"growth": 2}, ValueError, "has the keys .*'growth'"),
-        (init_scaler() | {"scaler": X}, ValueError, r"scaler\['scaler'\] is float32\["),
-        (init_scaler() | {"count": None}, ValueError, "is a NoneType; expected a sca"),
+        (3.0, r"scaler is float32\[\]; expected a dict of .*init_scaler"),
+        ({"scaler": 2}, r"has the keys \['scaler'\]; expected a dict of \['adjust"),
+        (init_scaler() | {"growth": 2}, "has the keys .*'growth'"),
+        (init_scaler() | {"scaler": X}, r"scaler\['scaler'\] is float32\["),
+        (init_scaler() | {"count": None}, "is a NoneType; expected a sca"),
     ],
 )
-def test_what_is_no_scaler_is_named(state, error, message):
-    raised(lambda: update_scaler(state, True), error, message)
+def test_what_is_no_scaler_is_named(state, message):
+    raised(lambda: update_scaler(state, True), ValueError, message)
 
 
 def test_arrays_are_not_waited_for_later_on():
@@ -198,10 +190,9 @@ def test_flags():
 @pytest.mark.parametrize("number", [float, np.float32, np.float64, np.array, jnp.array])
 def test_numbers_are_leaves(number):
     """A float of Python is a gradient or a loss like an array of it."""
-    for wrap in (lambda x: x, lambda x: {"a": x}, lambda x: [0, x]):
-        unscaled = unscale_grads(wrap(number(8.0)), init_scaler(scaler=4))
-        assert jax.tree.leaves(unscaled)[-1] == 2 and all_finite(wrap(number(8.0)))
-        for broken in (jnp.nan, jnp.inf, -jnp.inf):
-            assert not all_finite(wrap(number(broken)))
-    assert not all_finite(complex("nan"))
-    assert scale_loss(number(8.0), init_scaler(scaler=4)) == 32
+    scaler = init_scaler(scaler=4)
+    unscaled = unscale_grads({"a": number(8.0), "n": 0}, scaler)
+    assert unscaled == {"a": 2, "n": 0}
+    assert scale_loss(number(8.0), scaler) == 32
+    assert all_finite([0, number(8.0)])
+    assert not all_finite([0, number(jnp.nan)])

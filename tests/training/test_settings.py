@@ -99,18 +99,20 @@ def linen_loss(params, batch, *, state):
 class Model(nnx.Module):
     """One of its variables is infinite, as a running minimum is, which is no fault.
 
-    Another is weakly typed. A parameter is -0.0.
+    Others are weakly typed, or a number of Python. A parameter is -0.0.
     """
 
     def __init__(self):
         self.w = nnx.Param(jnp.float32(1))
-        self.zero = nnx.Param(jnp.float32(-0.0))
+        self.zero = nnx.Param(jnp.asarray(-0.0))
         self.mean = nnx.BatchStat(jnp.asarray(0.25))
+        self.number = nnx.Variable(0.0)
         self.lowest = nnx.BatchStat(jnp.float32(-jnp.inf))
 
 
 def nnx_loss(model, batch):
     loss, model.mean[...] = loss_of(model.w[...], model.mean[...], batch)
+    model.number.set_value(model.number.get_value() + 1)
     return loss, {"ratio": jnp.nan}
 
 

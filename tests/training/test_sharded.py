@@ -1,7 +1,6 @@
 """The step over devices: data parallel, FSDP, tensor parallel, shard_map and vmap."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from _models import changed
-from _steps import (
-    SKIP_LEAVES,
-    WORDS,
-    copy,
-    mapped,
-)
+from _steps import SKIP_LEAVES, copy, mapped
 from examples.sharded import (
     fully_sharded,
     make_mesh,
@@ -104,11 +98,10 @@ def place(make, way):
 
 
 @functools.cache
-def on_one_device(name, dtype, accum_steps):
+def on_one_device(name):
     """The state at the start and after four steps, and which of them it took."""
     make, loss_fn = MODELS[name]
-    options = dict(precision=WORDS[dtype], accum_steps=accum_steps, donate=False)
-    step = make_train_step(loss_fn, has_aux=True, **options)
+    step = make_train_step(loss_fn, has_aux=True, donate=False)
     start = state = make()
     taken = []
     for seed in range(4):
@@ -117,21 +110,15 @@ def on_one_device(name, dtype, accum_steps):
     return start, state, taken
 
 
-@pytest.mark.parametrize(
-    "dtype, accum_steps",
-    [(jnp.float16, 1), pytest.param(jnp.float32, 2, marks=pytest.mark.slow)],
-    ids=["f16", "f32-accumulated"],
-)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_one_device(name, way, dtype, accum_steps):
+def test_equals_one_device(name, way):
     """Parameters, statistics and every decision, also when one device overflows."""
     make, loss_fn = MODELS[name]
     shardings, examples = place(make, way)
-    start, single, taken = on_one_device(name, dtype, accum_steps)
-    options = dict(has_aux=True, precision=WORDS[dtype], accum_steps=accum_steps)
+    start, single, taken = on_one_device(name)
     state = jax.jit(make, out_shardings=shardings)()
-    step = make_train_step(loss_fn, **options)
+    step = make_train_step(loss_fn, has_aux=True)
     assert_close(state.params, start.params, jnp.float32)
 
     for seed in range(4):
@@ -141,9 +128,9 @@ def test_equals_one_device(name, way, dtype, accum_steps):
         assert metrics["grads_finite"] == taken[seed] == (seed != 2)
         assert (changed(before, state) == SKIP_LEAVES) == (seed == 2)
 
-    assert_close(state.params, single.params, dtype, gradient=True)
-    floats = jax.tree.leaves(single.variables)
-    assert_close(jax.tree.leaves(state.variables), floats, dtype, gradient=True)
+    for kind in ("params", "variables"):
+        pair = getattr(state, kind), getattr(single, kind)
+        assert_close(*map(jax.tree.leaves, pair), jnp.float16, gradient=True)
     assert_identical(state.scaler, single.scaler)
 
 
@@ -159,16 +146,8 @@ def test_the_state_stays_where_it_is(name, way, count_traces):
     state = jax.jit(make, out_shardings=shardings)()
     for seed in range(3):
         state, _ = step(state, jax.device_put(make_batch(seed), examples))
-    moved = [
-        jax.tree_util.keystr(path)
-        for (path, leaf), sharding in zip(
-            jax.tree_util.tree_leaves_with_path(state),
-            jax.tree.leaves(shardings),
-            strict=True,
-        )
-        if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    ]
-    assert not moved
+    pairs = zip(*map(jax.tree.leaves, (state, shardings)), strict=True)
+    assert all(leaf.sharding.is_equivalent_to(to, leaf.ndim) for leaf, to in pairs)
     assert traces() == 1
     assert step._cache_size() == 1
 
@@ -178,16 +157,10 @@ def test_no_device_ever_holds_a_whole_kernel(name, way):
     """Neither when the state is born nor in between: XLA's own text has none."""
     make, _ = MODELS[name]
     shardings, _ = place(make, way)
+    kernel = f"f32[{FEATURES},{WIDTH}]"
+    assert kernel in jax.jit(make).lower().compile().as_text()
     create = jax.jit(make, out_shardings=shardings)
-    text = create.lower().compile().as_text()
-    kernel = rf"f32\[{FEATURES},{WIDTH}\]"
-
-    assert re.search(kernel, jax.jit(make).lower().compile().as_text())
-    assert not re.search(kernel, text)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(create().params):
-        if "kernel" in jax.tree_util.keystr(path):
-            parts = 8 if way == "fsdp" else 4
-            assert leaf.addressable_shards[0].data.size == leaf.size // parts
+    assert kernel not in create.lower().compile().as_text()
 
 
 # Mapped axes
