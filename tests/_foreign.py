@@ -6,14 +6,7 @@ import orbax.checkpoint as ocp
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
-from _models import (
-    FEATURES,
-    LinenNet,
-    cross_entropy,
-    linen_loss,
-    make_batch,
-    optimizer,
-)
+from _models import FEATURES, LinenNet, cross_entropy, linen_loss, make_batch, optimizer
 from flax_amp import make_train_step
 
 

@@ -20,6 +20,14 @@ _CALLS = ("jaxpr", "call_jaxpr", "call")  # parameters that hold the body of a c
 _KEYS = jax.dtypes.prng_key
 
 
+def _of_dtype(atoms, values):
+    """The values of variables; literals, which are numbers, as arrays."""
+    return [
+        np.asarray(x, atom.aval.dtype) if isinstance(atom, Literal) else x
+        for atom, x in zip(atoms, values, strict=True)
+    ]
+
+
 def _is_float32(x):
     return getattr(x, "dtype", None) == jnp.float32
 
@@ -42,21 +50,11 @@ class Interpreter:
         self._rng = np.random.default_rng(self.seed)
 
     def __call__(self, closed, args):
-        jaxpr, consts = _compat.open_jaxpr(closed)
-        env = dict(zip(jaxpr.constvars, consts, strict=True))
-        env |= zip(jaxpr.invars, args, strict=True)
-
-        def read(atom):
-            if not isinstance(atom, Literal):
-                return env[atom]
-            return np.asarray(atom.val, atom.aval.dtype)
-
-        for eqn in jaxpr.eqns:
-            outs = self._equation(eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        outs = _compat.evaluate(closed, args, self._equation)
+        return _of_dtype(_compat.open_jaxpr(closed)[0].outvars, outs)
 
     def _equation(self, eqn, args):
+        args = _of_dtype(eqn.invars, args)
         name, params = eqn.primitive.name, eqn.params
         if name == "scan":
             return self._scan(eqn, args)
@@ -89,17 +87,14 @@ class Interpreter:
         num_consts, num_carry = _compat.scan_counts(eqn)
         split = num_consts + num_carry
         consts, carry, xs = args[:num_consts], args[num_consts:split], args[split:]
-        length = params["length"]
         xs = [x if _is_key(x) else np.asarray(x) for x in xs]
-        order = range(length)
-        rows = []
+        order, rows = range(params["length"]), {}
         for i in reversed(order) if params["reverse"] else order:
             outs = self(params["jaxpr"], [*consts, *carry, *(x[i] for x in xs)])
             carry = outs[:num_carry]
-            rows.append(outs[num_carry:])
-        if params["reverse"]:
-            rows.reverse()
-        return [*carry, *map(_stack, zip(*rows, strict=True))]
+            rows[i] = outs[num_carry:]
+        columns = zip(*(rows[i] for i in order), strict=True)
+        return [*carry, *map(_stack, columns)]
 
     def _while(self, params, args):
         first, second = params["cond_nconsts"], params["body_nconsts"]

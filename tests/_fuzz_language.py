@@ -4,19 +4,21 @@ A program is a tuple of nodes. Each node maps a float32 array of shape (4, 4) to
 one, with the weights in `params`. What a node prints is the code that makes it.
 """
 
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from _fuzz_around import AROUND, SIZE, WEIGHTS
+from _programs import attention
+from flax_amp import amp_stop
+
+SIZE = 4
+WEIGHTS = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Op:
+class Op(NamedTuple):
     """One operation of `OPS`, with a weight and a number."""
 
     name: str
@@ -24,8 +26,7 @@ class Op:
     c: float = 1.25
 
 
-@dataclasses.dataclass(frozen=True)
-class In:
+class In(NamedTuple):
     """A body inside of a loop, a branch, a jit, a custom rule, ... of `AROUND`."""
 
     kind: str
@@ -33,8 +34,7 @@ class In:
     n: int = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Join:
+class Join(NamedTuple):
     """Two bodies that read the same array, and what joins their results."""
 
     kind: str
@@ -42,8 +42,7 @@ class Join:
     right: tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """What an operation reads beside its array."""
 
     params: dict[str, Any]  # w: lists of (4, 4), b: of (4,)
@@ -81,7 +80,7 @@ def apply(node, s, x):
     if isinstance(node, Join):
         left, right = (sequence(body, s, x) for body in (node.left, node.right))
         return JOINS[node.kind](s, left, right)
-    body = lambda p, x: sequence(node.body, dataclasses.replace(s, params=p), x)  # noqa: E731
+    body = lambda p, x: sequence(node.body, s._replace(params=p), x)  # noqa: E731
     return AROUND[node.kind](body, s, x, node.n)
 
 
@@ -93,46 +92,6 @@ def arguments(seed=0):
         for shape in ((WEIGHTS, SIZE, SIZE), (WEIGHTS, SIZE), (SIZE, SIZE))
     )
     return {"w": [*(w / 2)], "b": [*(b / 4)]}, x, np.array([1, 3, 1, 0], np.int32)
-
-
-# --- effects -------------------------------------------------------------------------
-
-LOG: list[Any] = []  # what callbacks saw
-
-
-def record(tag, *values):
-    LOG.append((tag, *map(np.asarray, values)))
-
-
-def _count(tag, n):
-    record(tag, n)
-    return np.int32(n % 3)
-
-
-def _sine(tag, x):
-    record(f"pure {tag}", x)
-    return np.sin(x + np.float32(len(tag))).astype(np.asarray(x).dtype)
-
-
-def pure(tag, x):
-    return jax.pure_callback(
-        functools.partial(_sine, tag),
-        jax.ShapeDtypeStruct(x.shape, x.dtype),
-        jax.lax.stop_gradient(x),
-        vmap_method="sequential",
-    )
-
-
-def debug(tag, x):
-    jax.debug.callback(functools.partial(record, tag), jax.lax.stop_gradient(x))
-    return x
-
-
-def io(tag, x, n, ordered):
-    struct = jax.ShapeDtypeStruct((), jnp.int32)
-    count = functools.partial(_count, tag)
-    n = jax.experimental.io_callback(count, struct, n, ordered=ordered)
-    return x * (n.astype(x.dtype) + 0.5)
 
 
 # --- operations ----------------------------------------------------------------------
@@ -158,11 +117,6 @@ def dropout(x, number):
     return jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x / 0.7, 0)
 
 
-def attention(w, x):
-    scores = jnp.where(jnp.tri(SIZE, dtype=bool), (x @ w) @ x.T, -1e9)
-    return jax.nn.softmax(scores) @ x
-
-
 def update(s, x):
     row = jax.lax.dynamic_slice_in_dim(x, s.ints[0], 2)
     return jax.lax.dynamic_update_slice_in_dim(x, row * 0.5, s.ints[3], 0)
@@ -176,26 +130,18 @@ OPS = {
     "dot": lambda s, w, b, x, c: x @ w,
     "dot_self": lambda s, w, b, x, c: x @ x.T / SIZE,
     "dot_highest": lambda s, w, b, x, c: jnp.dot(x, w, precision="highest"),
-    "dense": lambda s, w, b, x, c: jnp.tanh(x @ w + b),
     "conv": lambda s, w, b, x, c: conv(w, x),
     "attention": lambda s, w, b, x, c: attention(w, x),
     "residual": lambda s, w, b, x, c: x + norm(x) @ w,
     "bias": lambda s, w, b, x, c: x + b,
     "scale": lambda s, w, b, x, c: x * c,
     "weights": lambda s, w, b, x, c: x * jnp.exp(b) + w,
-    "pow": lambda s, w, b, x, c: (x * x * 0.5 + 0.1) ** 1.5,
     "tanh": _elementwise(jnp.tanh),
     "relu": _elementwise(jax.nn.relu),
-    "silu": _elementwise(jax.nn.silu),
     "exp": _elementwise(lambda x: jnp.exp(-jnp.square(x))),
-    "log": _elementwise(lambda x: jnp.log1p(x * x)),
     "abs": _elementwise(jnp.abs),
     "softmax": _elementwise(jax.nn.softmax),
-    "logsumexp": lambda s, w, b, x, c: (
-        x - jax.nn.logsumexp(x, axis=0, keepdims=True)
-    ),
     "norm": _elementwise(norm),
-    "center": _elementwise(lambda x: x - x.mean(0, keepdims=True)),
     "largest": lambda s, w, b, x, c: x - x.max(1, keepdims=True),
     "cumsum": lambda s, w, b, x, c: jnp.cumsum(x, 0) / 2,
     "sort": lambda s, w, b, x, c: jnp.sort(x, axis=0),
@@ -212,10 +158,6 @@ OPS = {
     ),
     "dropout": lambda s, w, b, x, c: dropout(x, int(100 * c)),
     "stopped": lambda s, w, b, x, c: x * jax.lax.stop_gradient(jnp.sin(x)),
-    "pure": lambda s, w, b, x, c: x + pure(str(c), x),
-    "debug": lambda s, w, b, x, c: debug(f"debug{c}", x),
-    "io": lambda s, w, b, x, c: io(f"io{c}", x, s.ints[0], False),
-    "io_ordered": lambda s, w, b, x, c: io(f"ordered{c}", x, s.ints[1], True),
 }  # fmt: skip
 
 JOINS = {
@@ -223,6 +165,120 @@ JOINS = {
     "mul": lambda s, x, y: x * y,
     "dot": lambda s, x, y: x @ y / 2,
     "where": lambda s, x, y: jnp.where(s.weight(1) > 0, x, y),
-    "divide": lambda s, x, y: x / (1 + y * y),
     "gate": lambda s, x, y: x * jax.nn.sigmoid(y),
+}
+
+# --- around: loops, branches, custom rules ... ----------------------------------------
+
+
+def _scan(body, s, x, n):
+    def step(carry, _):
+        i, x = carry
+        y = body(s.params, x)
+        return (i + 1, y), (y, i, y.sum() > -1e9)
+
+    (i, x), (ys, _, flags) = jax.lax.scan(step, (0, x), None, n)
+    return x + ys.mean(0) * jnp.where(flags.all(), i, 0)
+
+
+def _scan_layers(body, s, x, n):
+    def step(x, layer):
+        params = {name: [v] * WEIGHTS for name, v in layer.items()}
+        return body(params, x), x.mean()
+
+    stacked = {name: jnp.stack(v[:n]) for name, v in s.params.items()}
+    x, means = jax.lax.scan(step, x, stacked)
+    return x + means.sum()
+
+
+def _scan_state(body, s, x, n):
+    step = lambda h, v: (body(s.params, h / 2 + v[None]), h)  # noqa: E731
+    h, hs = jax.lax.scan(step, jnp.zeros_like(x), x[: n + 1])
+    return h + hs[-1]
+
+
+def _while(body, s, x, n):
+    def step(carry):
+        i, x, _ = carry
+        return i + 1, body(s.params, x), x.sum() > -1e9
+
+    return jax.lax.while_loop(lambda c: (c[0] < n) & c[2], step, (0, x, True))[1]
+
+
+def _other(p, x):
+    return x * 0.5 - p["b"][0][None]
+
+
+def _switch(body, s, x, n):
+    branches = [lambda p, x: jnp.tanh(x), body, _other, lambda p, x: x]
+    return jax.lax.switch(s.ints[n], branches, s.params, x)
+
+
+def _custom_jvp(body, s, x, n):
+    fn = jax.custom_jvp(body)
+
+    @fn.defjvp
+    def _(primals, tangents):
+        y, t = jax.jvp(body, primals, tangents)
+        return y, t * (0.5 + n)
+
+    return fn(s.params, x)
+
+
+def _vjp_rules(body, factor):
+    def forward(*args):
+        y, vjp = jax.vjp(body, *args)
+        return y, (vjp, y)
+
+    return forward, lambda kept, g: kept[0](g * factor + 0.01 * kept[1])
+
+
+def _custom_vjp(body, s, x, n):
+    fn = jax.custom_vjp(body)
+    fn.defvjp(*_vjp_rules(body, 0.5 + n))
+    return fn(s.params, x)
+
+
+def _custom_vjp_closed(body, s, x, n):
+    """The function and its rules close over a tracer that nobody differentiates."""
+    mask = s.ints[:, None] > n - 2
+    function = lambda p, x: jnp.where(mask, body(p, x), x)  # noqa: E731
+    fn = jax.custom_vjp(function)
+    fn.defvjp(*_vjp_rules(function, jnp.where(mask, 1.0, 0.5)))
+    return fn(s.params, x)
+
+
+def _vmap(body, s, x, n):
+    return jax.vmap(body, (None, 0))(s.params, jnp.stack([x, x / n])).mean(0)
+
+
+def _grad(body, s, x, n):
+    return x - 0.1 * jax.grad(lambda x: jnp.sum(jnp.tanh(body(s.params, x))))(x)
+
+
+def _stop(body, s, x, n):
+    return amp_stop(body)(s.params, x)
+
+
+def _calls(wrap):
+    return lambda body, s, x, n: wrap(body)(s.params, x)
+
+
+_DOTS = jax.checkpoint_policies.dots_saveable
+
+AROUND = {
+    "jit": _calls(jax.jit),
+    "scan": _scan,
+    "scan_layers": _scan_layers,
+    "scan_state": _scan_state,
+    "while": _while,
+    "switch": _switch,
+    "checkpoint": _calls(jax.checkpoint),
+    "checkpoint_dots": _calls(functools.partial(jax.checkpoint, policy=_DOTS)),
+    "custom_jvp": _custom_jvp,
+    "custom_vjp": _custom_vjp,
+    "custom_vjp_closed": _custom_vjp_closed,
+    "vmap": _vmap,
+    "grad": _grad,
+    "stop": _stop,
 }

@@ -72,11 +72,6 @@ PROGRAMS = {
 }
 
 
-def softmax_between_products(w, x):
-    """The mean of two products with a norm and a softmax in between."""
-    return jnp.mean(jnp.tanh(jax.nn.softmax(norm(x @ w)) @ w) ** 2)
-
-
 # --- the same function inside of other code ------------------------------------------
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from _programs import loss_of, over_devices
+from _programs import loss_of, over_devices, with_jvp, with_vjp
 
 SIZE = 8
 
@@ -18,41 +18,7 @@ def layer(w, x):
     return jnp.tanh(x @ w)
 
 
-# --- functions with custom derivatives -----------------------------------------------
-
-
-@jax.custom_jvp
-def jvp_layer(w, x):
-    return jnp.tanh(x @ w)
-
-
-@jvp_layer.defjvp
-def _(primals, tangents):
-    (w, x), (dw, dx) = primals, tangents
-    y = jnp.tanh(x @ w)
-    return y, (1 - y * y) * (dx @ w + x @ dw)
-
-
-@jax.custom_vjp
-def vjp_layer(w, x):
-    return jnp.tanh(x @ w)
-
-
-def _forward(w, x):
-    y = jnp.tanh(x @ w)
-    return y, {"inputs": (w, x), "y": y}
-
-
-def _backward(residuals, ct):
-    w, x = residuals["inputs"]
-    ct = ct * (1 - residuals["y"] ** 2)
-    return x.T @ ct, ct @ w.T
-
-
-vjp_layer.defvjp(_forward, _backward)
-
-
-# --- loops and devices ---------------------------------------------------------------
+jvp_layer, vjp_layer = with_jvp(layer), with_vjp(layer)
 
 
 def scan(fn, w, x, length=3, **options):
@@ -85,20 +51,6 @@ def sharded(fn, check_vma=True):
     return over_devices(fn, (P(), P("data")), check_vma=check_vma)
 
 
-def twice(x):
-    """Repeats a row: with one row, the gradient of `w` would be an outer product."""
-    return jnp.concatenate([x, x])
-
-
-def psum_inside(w, x):
-    y = layer(w, x)
-    return y - lax.psum(y.mean(0), "data")[None]
-
-
-def remat(fn, **options):
-    return jax.checkpoint(fn, **options)
-
-
 POLICIES = jax.checkpoint_policies
 
 
@@ -115,25 +67,13 @@ CASES = {
     "while": Case(functools.partial(while_loop, layer), 1, None),
     "cond": Case(cond_of, 2, 6),
     "switch": Case(switch, 6, 18),
-    "remat": Case(remat(layer), 1, 4),
-    "remat_dots": Case(remat(layer, policy=POLICIES.dots_saveable), 1, 3),
+    "remat": Case(jax.checkpoint(layer), 1, 4),
+    "remat_dots": Case(jax.checkpoint(layer, policy=POLICIES.dots_saveable), 1, 3),
     "custom_jvp": Case(jvp_layer, 1, 3),
     "custom_vjp": Case(vjp_layer, 1, 3),
     "shard_map": Case(sharded(layer), 1, 3),
-    "shard_map_psum": Case(sharded(psum_inside), 1, 3),
-    "shard_map_of_custom_vjp": Case(
-        sharded(lambda w, x: vjp_layer(w, twice(x))[:1], check_vma=False), 1, 3
-    ),
-    "vmap_of_custom_vjp": Case(
-        lambda w, x: jax.vmap(lambda r: vjp_layer(w, twice(r[None]))[0])(x), 1, 3
-    ),
     "scan_of_remat_of_jit": Case(
-        functools.partial(scan, remat(jax.jit(layer), prevent_cse=False)), 1, 4
-    ),
-    "associative_scan": Case(
-        lambda w, x: lax.associative_scan(jnp.matmul, jnp.stack([w, w.T, x]))[-1],
-        2,
-        6,
+        functools.partial(scan, jax.checkpoint(jax.jit(layer), prevent_cse=False)), 1, 4
     ),
 }  # fmt: skip
 

@@ -7,58 +7,37 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from _programs import norm, over_devices
+from _programs import norm, normal, over_devices
 from flax_amp import amp
 from helpers import equations_of
 
 MODES = (False, True)  # of `recompute`
-HEADS, SIZE, LENGTH, BATCH = 2, 8, 4, 8
+SIZE, LENGTH, BATCH = 8, 4, 8
 
 bfloat16 = functools.partial(amp, compute_dtype=jnp.bfloat16)
-
-# Each rounding where it stands in the program: then both modes agree.
-exact_jit = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_allow_excess_precision": False,
-    },
-)
-
-
-def attention(q, k, v):
-    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2
-    mask = jnp.tril(jnp.ones(logits.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(mask, logits, jnp.finfo(jnp.float32).min))
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 def block(p, x):
     """A pre-norm transformer block."""
-    batch, length, size = x.shape
-    qkv = (norm(x) @ p["qkv"]).reshape(batch, length, 3, HEADS, size // HEADS)
-    x = x + attention(*jnp.moveaxis(qkv, 2, 0)).reshape(x.shape) @ p["out"]
+    q, k, v = jnp.split(norm(x) @ p["qkv"], 3, axis=-1)
+    x = x + jax.nn.softmax(q @ k.mT) @ v @ p["out"]
     return x + jax.nn.gelu(norm(x) @ p["up"] + p["bias"][None, None]) @ p["down"]
 
 
 def weights(layers=2, size=SIZE):
     """The weights of the blocks, stacked."""
-    key = jax.random.key(0)
-    shapes = {
-        "qkv": (size, 3 * size),
-        "out": (size, size),
-        "up": (size, 4 * size),
-        "bias": (4 * size,),
-        "down": (4 * size, size),
-    }
+    square = normal(0, layers, 4 * size, size) * 0.3
     return {
-        name: jax.random.normal(jax.random.fold_in(key, i), (layers, *shape)) * 0.3
-        for i, (name, shape) in enumerate(shapes.items())
+        "qkv": square[:, : 3 * size].mT,
+        "out": square[:, 3 * size :],
+        "up": square.mT,
+        "bias": square[..., 0],
+        "down": square[:, ::-1],
     }
 
 
 def inputs(batch=BATCH, length=LENGTH, size=SIZE):
-    return jax.random.normal(jax.random.key(7), (batch, length, size))
+    return normal(7, batch, length, size)
 
 
 def layer(p, i):
@@ -75,11 +54,6 @@ def scanned(p, x):
     return jnp.mean(lax.scan(lambda x, p: (block(p, x), None), x, p)[0] ** 2)
 
 
-def branched(p, x):
-    x = lax.cond(x.sum() < 1e6, lambda: block(layer(p, 0), x), lambda: x)
-    return jnp.mean(x**2)
-
-
 def sharded(p, x):
     run = over_devices(lambda p, x: block(layer(p, 0), x), (P(), P("data")))
     return jnp.mean(run(p, x) ** 2)
@@ -89,7 +63,6 @@ CONTEXTS = {
     "straight": unrolled,
     "scan": scanned,
     "jit": lambda p, x: unrolled(p, x, jax.jit(block)),
-    "cond": branched,
     "shard_map": sharded,
 }
 

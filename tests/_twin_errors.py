@@ -4,8 +4,6 @@ The twin is the same program with its products cast to half, and all else in flo
 Sums of products are exact in both, so that the errors are those of the roundings.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,17 +11,9 @@ import numpy as np
 from benchmarks.exact import with_exact_products
 from benchmarks.twin import cast_products
 from flax_amp import amp
+from helpers import exact_jit
 
 SCALE = 2.0**6  # of the loss: the cotangents of some are small for float16
-
-# XLA may skip a rounding otherwise, and an error that is not seen is no error.
-rounding_jit = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_allow_excess_precision": False,
-    },
-)
 
 
 def normal(seed, *shapes):
@@ -40,7 +30,7 @@ def errors(loss, dtype, draw, count):
         return jax.value_and_grad(lambda *args: SCALE * fn(*args), argnums=(0, 1, 2))
 
     fns = loss, amp(loss, compute_dtype=dtype), cast_products(loss, dtype)
-    run = rounding_jit(with_exact_products(lambda *args: [both(f)(*args) for f in fns]))
+    run = exact_jit(with_exact_products(lambda *args: [both(f)(*args) for f in fns]))
     found = []
     for seed in range(count):
         results = run(*draw(seed))

@@ -1,4 +1,4 @@
-"""What every test gets: the CPU with eight fake devices, strict JAX, fixed seeds.
+"""What every test gets: the CPU with eight fake devices, and strict JAX.
 
 The environment is set before JAX is imported, so this file imports it last. Tests
 that start processes of their own hand `os.environ` on and get the same machine.
@@ -7,7 +7,6 @@ that start processes of their own hand `os.environ` on and get the same machine.
 import collections
 import gc
 import os
-import random
 import time
 from importlib.metadata import version
 
@@ -78,12 +77,6 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 50)
 
 
-@pytest.fixture(autouse=True)
-def _fixed_seeds():
-    random.seed(0)
-    np.random.seed(0)
-
-
 @pytest.fixture
 def key() -> jax.Array:
     """A typed PRNG key, the same in every test."""
@@ -128,19 +121,6 @@ def settle():
     yield
     time.sleep(0.2)
     gc.collect()
-
-
-@pytest.fixture
-def no_leaks():
-    """Fails the test when a tracer outlives its trace; slow, so not for every test.
-
-    JAX collects garbage after each trace. What is frozen is not looked through (where
-    a frozen object holds a tracer, JAX fails to say which).
-    """
-    gc.collect()
-    gc.freeze()
-    with jax.checking_leaks():
-        yield
 
 
 @pytest.fixture(scope="session")

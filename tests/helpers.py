@@ -22,7 +22,12 @@ both_halves = pytest.mark.parametrize(
 )
 
 # Without the optimizations that make compiling slow.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+_QUICK = {"xla_backend_optimization_level": 0}
+jit = functools.partial(jax.jit, compiler_options=_QUICK)
+# XLA may skip a rounding otherwise, and an error that is not seen is no error.
+exact_jit = functools.partial(
+    jax.jit, compiler_options=_QUICK | {"xla_allow_excess_precision": False}
+)
 
 # In float32 `amp` calls the function as it is, unless the policy asks for something
 # else. This one asks it for bits that are counted, so that no number changes.
@@ -67,14 +72,10 @@ def equations(jaxpr: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any
 
     `path` names the structured primitives around the equation, outermost first.
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    for eqn in jaxpr.eqns:
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield path, eqn
-        for param in eqn.params.values():
-            for item in param if isinstance(param, tuple | list) else (param,):
-                inner = getattr(item, "jaxpr", item)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner, (*path, eqn.primitive.name))
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from equations(inner, (*path, eqn.primitive.name))
 
 
 def scoped_equations(jaxpr: Any, outer: tuple[str, ...] = ()) -> Iterator[Any]:

@@ -60,11 +60,7 @@ def imports(path):
 
 
 def allowed(room):
-    if room not in BELOW:
-        raise AssertionError(
-            f"flax_amp/{room} is not in BELOW of {Path(__file__).name}: add it, with "
-            "the rooms that stand directly below it"
-        )
+    assert room in BELOW, f"add flax_amp/{room}, with the rooms directly below it"
     return BELOW[room].union(*map(allowed, BELOW[room]))
 
 

@@ -86,15 +86,6 @@ def test_words(words, compute_dtype, matmul_dtype):
         assert long_word(word) == words[0]
 
 
-@pytest.mark.parametrize("word", ["16", "bfloat16", "half", None, 16, BF16, ["bf16"]])
-def test_other_words(word):
-    message = (
-        "amp: precision is .*; expected one of 'bf16-mixed' \\('bf16'\\), '16-mixed'"
-    )
-    with pytest.raises(ValueError, match=message):
-        long_word(word, "amp: precision")
-
-
 DOT = jax.lax.dot_general_p
 FP8 = flax_amp.use_fp8(emulate=True)
 

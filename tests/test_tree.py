@@ -42,24 +42,3 @@ def test_select_keeps_every_bit():
         assert not changed(choose(True, LEAVES, OTHERS), LEAVES)
         assert not changed(choose(False, LEAVES, OTHERS), OTHERS)
     assert changed(LEAVES, OTHERS) == {"['float']", "['key']"}
-
-
-def test_partition_and_combine_undo_each_other():
-    tree = LEAVES | {"name": "text", "number": 2.0}
-    floating, rest = _tree.partition(tree, _tree.is_inexact_array)
-    assert {key for key, leaf in floating.items() if leaf is not None} == {
-        "float",
-        "half",
-    }
-    assert rest["float"] is None and rest["name"] == "text"
-    together = _tree.combine(floating, rest)
-    assert all(together[key] is leaf for key, leaf in tree.items())
-
-
-def test_pick_fill_and_split_list_undo_each_other():
-    items, mask = list("abcd"), [True, False, False, True]
-    assert _tree.pick(items, mask) == ["a", "d"]
-    assert _tree.fill("AD", mask, items) == ["A", "b", "c", "D"]
-    assert _tree.split_list(items, 1, 0, 2) == [("a",), (), ("b", "c"), ("d",)]
-    with pytest.raises(ValueError):
-        _tree.pick(items, mask[1:])

@@ -63,7 +63,7 @@ def numbers(text):
     return [float(number) for number in NUMBER.findall(SOURCE.sub("file", text))]
 
 
-LONG = "nonfinite", "tour"  # they compile several models
+LONG = "nonfinite", "performance", "tour"  # they compile and run several models
 
 
 @pytest.mark.parametrize(

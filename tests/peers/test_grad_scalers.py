@@ -1,21 +1,16 @@
-"""What peers test of their loss scalers: torch and Flax."""
-
-import functools
+"""What peers test of their loss scalers."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 
-from _steps import linear_batch
 from flax_amp import (
     AmpTrainState,
     all_finite,
     init_scaler,
     make_train_step,
-    scale_loss,
     unscale_grads,
     update_scaler,
 )
@@ -24,58 +19,6 @@ from flax_amp import (
 pytestmark = pytest.mark.once
 
 START = 128.0
-RATE = 2.0**-6
-
-
-@jax.custom_vjp
-def overflows(x):
-    """An identity, in which a gradient that is scaled becomes infinite."""
-    return x
-
-
-overflows.defvjp(
-    lambda x: (x, None), lambda _, g: (jnp.where(jnp.abs(g) > START / 2, jnp.inf, g),)
-)
-
-
-@pytest.mark.parametrize("bad", [None, 0, 1])
-def test_torch_multiple(bad):
-    """Two models, two losses over both, two optimizers, one scaler.
-
-    An optimizer whose gradients are not finite skips; the other one steps; the scale
-    moves once. The scales are powers of two, so that parameters are equal to the bit.
-    """
-    x, y = linear_batch()["x"], linear_batch()["y"]
-
-    def losses(params, bad):
-        outputs = [x @ (overflows(p) if i == bad else p) for i, p in enumerate(params)]
-        first, second = outputs
-        return (
-            ((2 * first + 3 * second - y) ** 2).mean(),
-            ((first / 2 - second / 4 - y) ** 2).mean(),
-        )
-
-    def step(params, scaler, bad):
-        grads = [
-            jax.grad(lambda p, i=i: scale_loss(losses(p, bad)[i], scaler))(params)
-            for i in range(2)
-        ]
-        grads = unscale_grads(jax.tree.map(jnp.add, *grads), scaler)
-        finite = [all_finite(g) for g in grads]
-        new = [
-            jnp.where(ok, p - RATE * g, p)
-            for ok, p, g in zip(finite, params, grads, strict=True)
-        ]
-        return new, update_scaler(scaler, finite[0] & finite[1])
-
-    params = [jnp.array([1.0, -2.0, 0.5]), jnp.array([0.5, 1.0, -1.0])]
-    scaler = init_scaler(scaler=START, patience=0)
-    new, after = jax.jit(functools.partial(step, bad=bad))(params, scaler)
-    plain, _ = jax.jit(functools.partial(step, bad=None))(params, init_scaler(scaler=1))
-    for i in range(2):
-        expected = params[i] if i == bad else plain[i]
-        np.testing.assert_array_equal(new[i], expected)
-    assert float(after["scaler"]) == (2 * START if bad is None else START / 2)
 
 
 @pytest.mark.parametrize("interval", [0, 1, 4])

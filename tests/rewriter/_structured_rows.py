@@ -1,7 +1,7 @@
 """One row for each primitive with functions, effects or devices inside.
 
-And one for each that no public function gives, with the reason. The rows are added to
-the table of `_primitive_rows.py`.
+And the names of those that have no row, with the reason. The rows are added to the
+table of `_primitive_rows.py`.
 """
 
 import fnmatch
@@ -26,8 +26,8 @@ from _primitive_rows import (
 )  # fmt: skip
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.experimental import checkify, xla_metadata
 from jax.experimental import pallas as pl
+from jax.experimental import xla_metadata
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
@@ -121,18 +121,6 @@ def swap(ref):
     ref[0] = ref[1] * 2
 
 
-def in_order(w, x):
-    from jax.experimental import overlap
-
-    return overlap.program_order(layer, enforce=False)(w, x)
-
-
-def grouped(w, x):
-    from jax.experimental import scheduling_groups
-
-    return scheduling_groups.scheduling_group(name="group")(layer)(w, x)
-
-
 rows(
     OPAQUE,
     "what is inside may be lowered as a whole, or was compiled in float32",
@@ -146,14 +134,6 @@ rows(
         A,
     ),
     call_exported=(lambda x: exported().call(x), A),
-    program_order=(in_order, W, A),
-    xla_metadata_call=(grouped, W, A),
-    fused_call=(
-        jax.experimental.fused.fused(out_spaces=(jax.memory.Space.Device,))(
-            lambda x: (jnp.sin(x),)
-        ),
-        A,
-    ),
     run_state=(pl.run_state(swap), A),
     call_hi_primitive=(
         lambda x: lax.custom_root(
@@ -161,20 +141,11 @@ rows(
         ),
         A[0, 0],
     ),
-    scaled_matmul_wrapper=(
-        jax.nn.scaled_matmul,
-        *[np.ones((1, 32, 32), jnp.float8_e4m3fn)] * 2,
-        *[np.ones((1, 32, 1), jnp.float8_e8m0fnu)] * 2,
-    ),
     scaled_dot=(
         lambda x, w: lax.scaled_dot(
             x, w, lhs_scale=None, rhs_scale=None, preferred_element_type=x.dtype
         ),
         A, W,
-    ),
-    symmetric_product=(
-        lambda x, y: lax.linalg.symmetric_product(x, y, alpha=1.0, beta=1.0),
-        A, SYMMETRIC[:2, :2],
     ),
 )  # fmt: skip
 
@@ -240,20 +211,9 @@ rows(
     io_callback=(callback(jax.experimental.io_callback), A),
     debug_callback=(lambda x: jax.debug.callback(lambda x: None, x), A),
     debug_print=(lambda x: jax.debug.print("{}", x), A),
-    psend=over(lambda x: (x, lax.psend(x, "data", [(0, 1)]))[0], check_vma=False),
-    precv=over(
-        lambda x: lax.precv(lax.create_token(), struct(x), "data", [(0, 1)]),
-        check_vma=False,
-    ),
     create_token=(lambda x: (x, lax.create_token())[0], A),
     after_all=(lambda x: (x, lax.after_all(lax.create_token()))[0], A),
-    dce_sink=(lambda x: (x, lax.dce_sink(x))[0], A),
-    inspect_sharding=(
-        lambda x: jax.debug.inspect_array_sharding(x, callback=lambda s: None),
-        A,
-    ),
     ffi_call=(lambda x: jax.ffi.ffi_call("a", struct(x))(x), A),
-    check=(lambda x: checkify.check(x[0, 0] > 0, "{}", x), A),
 )
 rows(
     OPAQUE,
@@ -274,28 +234,6 @@ to_varying, to_reduced, to_unreduced = (
     functools.partial(lax.pcast, axis_name="data", to=to)
     for to in ("varying", "reduced", "unreduced")
 )
-
-
-def unreduced_extreme(collective, reduction, kind):
-    def fn(x):
-        kinds = dict(
-            unreduced={"data"}, unreduced_kind=jax.sharding.UnreducedKind[kind]
-        )
-        over = jax.sharding.NamedSharding(EXPLICIT, P(None, **kinds))
-        x = jax.reshard(x, jax.sharding.NamedSharding(EXPLICIT, P("data")))
-        x = reduction(x, (0,), out_sharding=over)
-        reduce = jax.shard_map(
-            lambda x: collective(x, "data"), mesh=EXPLICIT, out_specs=P()
-        )
-        return reduce(x)
-
-    return fn
-
-
-def relaid(x):
-    return jax.experimental.layout.explicit_layout(jnp.sin, in_layouts=Layout((1, 0)))(
-        x
-    )
 
 
 rows(
@@ -345,22 +283,12 @@ rows(
         )
     ),
     xla_metadata_value=(lambda x: xla_metadata.set_xla_metadata(x, key="value"), A),
-    unreduced_pmax=(unreduced_extreme(lax.pmax, lax.reduce_max, "max"), ON_DEVICES),
-    unreduced_pmin=(unreduced_extreme(lax.pmin, lax.reduce_min, "min"), ON_DEVICES),
     reshard=(
         lambda x: jax.reshard(x, jax.sharding.NamedSharding(EXPLICIT, P("data"))),
         ON_DEVICES,
     ),
     layout_constraint=(lambda x: with_layout_constraint(x, Layout((1, 0))), A),
-    relayout=(relaid, A),
 )
-rows(
-    OPAQUE,
-    "the terms of a sum over devices",
-    vary_unreduced_cast=to_one(lambda x: lax.psum(to_unreduced(x), "data")),
-)
-for name in ("reduced_vary_cast", "vary_unreduced_cast"):  # so JAX 0.10 and 0.11 say
-    ROWS[f"{name}_p"] = ROWS[name]
 rows(
     OPAQUE,
     "numbers of devices and platforms",
@@ -371,16 +299,26 @@ rows(
     axis_index=over(lambda x: lax.axis_index("data")[None]),
 )
 
-only_in("relayout", "0.12")
+ROWS["reduced_vary_cast_p"] = ROWS["reduced_vary_cast"]  # so JAX 0.10 and 0.11 say
 
-# --- what no public function gives ---------------------------------------------------
+# --- what has no row -----------------------------------------------------------------
 
-UNREACHABLE = {  # the reason: names and patterns
+WITHOUT_ROW = {  # the reason: names and patterns
     "the asynchronous collectives have no public function yet": "*_start *_done",
     "stands in lowered programs only, where another primitive is in the jaxpr": (
         """eq_to lt_to geqp3 philox?x32 threefry4x32 iota_2x32_shape scaled_matmul
-        coo_spm? csr_spm? empty2 select_and_scatter dimension_size shape_assertion
+        csr_spm? empty2 select_and_scatter dimension_size shape_assertion
         dim_as_value"""
+    ),
+    "is sparse: no row of the rewriter's table, as those of two that have rows here": (
+        "bcoo_[!d]* bcoo_dot_general_sampled bcsr_* coo_* csr_[!s]* spsolve"
+    ),
+    "is new in JAX 0.12, and moves between devices or layouts": (
+        "unreduced_pmax unreduced_pmin relayout"
+    ),
+    "is experimental or new: none of the rewriter's table, as the opaque ones here": (
+        """program_order xla_metadata_call fused_call scaled_matmul_wrapper check
+        symmetric_product psend precv inspect_sharding dce_sink vary_unreduced_cast*"""
     ),
     "needs cuDNN while it is traced": "dot_product_attention_* cudnn_fusion rnn_?wd",
     "JAX binds it inside of its transformations and leaves it in no jaxpr": (
@@ -399,24 +337,21 @@ UNREACHABLE = {  # the reason: names and patterns
 }
 
 
-def is_unreachable(name: str) -> bool:
-    patterns = " ".join(UNREACHABLE.values()).split()
+def has_no_row(name: str) -> bool:
+    patterns = " ".join(WITHOUT_ROW.values()).split()
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 # They have a row, but are not in each version of JAX.
 OTHER_VERSIONS = set(
-    """log2 one_minus_square pbroadcast_dynamic polynomial program_order
-    reduced_vary_cast reduced_vary_cast_p relayout unreduced_pmax unreduced_pmin
-    vary_unreduced_cast vary_unreduced_cast_p xla_metadata_value xla_metadata_call
-    closed_call""".split()
+    """log2 one_minus_square pbroadcast_dynamic polynomial reduced_vary_cast
+    reduced_vary_cast_p xla_metadata_value closed_call""".split()
 )
 # Traced, but not run: there is no kernel for the CPU,
 NOT_RUN = set(
-    """ffi_call fused_call pbroadcast pbroadcast_dynamic ragged_all_to_all psend precv
-    """
-    # ... it needs a mesh around the program, or `checkify`,
-    """reshard unreduced_pmax unreduced_pmin check """
+    """ffi_call pbroadcast pbroadcast_dynamic ragged_all_to_all """
+    # ... it needs a mesh around the program,
+    """reshard """
     # ... or it gives other numbers each time.
     """rng_uniform empty empty_ref""".split()
 )

@@ -13,7 +13,7 @@ import pytest
 from jax import export, lax
 from jax.sharding import PartitionSpec as P
 
-from _programs import normal, over_devices
+from _programs import DERIVATIVES, normal, over_devices
 from flax_amp import (
     AmpTrainState,
     PolicyWarning,
@@ -134,38 +134,26 @@ def rounded_by_numpy(x, format_, batch):
 
 @products
 def test_a_product_is_that_of_the_rounded_factors(name):
+    """And its gradients read the cotangent in the format with the wider range."""
     bind, factors, numbers = bound(name)
     pairs = zip(factors, numbers[1], strict=True)
     rounded = [rounded_by_numpy(x, FORWARD, batch) for x, batch in pairs]
-    expected = lax.dot_general(*rounded, numbers)
-    assert relative_error(bind(*factors), expected) < 2.0**-8
+    dot = functools.partial(lax.dot_general, dimension_numbers=numbers)
+    y, pullback = jax.vjp(bind, *factors)
+    plain, plain_pullback = jax.vjp(dot, *rounded)
+    assert relative_error(y, plain) < 2.0**-8
     # XLA for CPUs has products of 8-bit floats, which it computes in wider ones.
     real, *_ = bound(name, emulate=False)
-    assert relative_error(real(*factors), bind(*factors)) < 2.0**-8
-
-
-@products
-@pytest.mark.parametrize("i", [0, 1])
-def test_gradients_are_products_of_cotangents_in_the_wider_format(name, i):
-    bind, factors, numbers = bound(name)
-    batch = numbers[1]
-    y, pullback = jax.vjp(bind, *factors)
+    assert relative_error(real(*factors), y) < 2.0**-8
     g = normal(3, *y.shape).astype(y.dtype)
-    other = rounded_by_numpy(factors[1 - i], FORWARD, batch[1 - i])
-
-    def plain(x):
-        operands = (x, other) if i == 0 else (other, x)
-        return lax.dot_general(*operands, numbers)
-
-    rounded = rounded_by_numpy(g, BACKWARD, range(len(batch[0])))
-    (expected,) = jax.vjp(plain, factors[i].astype(jnp.float32))[1](rounded)
-    actual = pullback(g)[i]
-    assert actual.dtype == factors[i].dtype
-    assert relative_error(actual, expected) < 2.0**-7
+    expected = plain_pullback(rounded_by_numpy(g, BACKWARD, range(len(numbers[1][0]))))
+    for actual, gradient in zip(pullback(g), expected, strict=True):
+        assert actual.dtype == jnp.bfloat16
+        assert relative_error(actual, gradient) < 2.0**-7
 
 
 @products
-@pytest.mark.parametrize("mapped", [(0, None), (None, 0), (1, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("mapped", [(0, None), (None, 0), (1, 0)], ids=str)
 def test_batching(name, mapped):
     """A product of two mapped factors is that of each pair."""
     bind, factors, _ = bound(name)
@@ -218,14 +206,16 @@ def test_a_number_that_is_not_finite_stays_in_its_row():
 # --- transforms ----------------------------------------------------------------------
 
 
-def network(w, x):
-    for i in range(3):
-        x = jnp.tanh(x @ w[i])
-    return x
+def mlp(w, x):
+    x = jnp.tanh(x @ w[0])
+    with jax.named_scope("middle"):
+        x = jnp.tanh(x @ w[1])
+    with jax.named_scope("last"):
+        return x @ w[2]
 
 
 def loss(w, x):
-    return jnp.sum(jnp.cos(network(w, x)))
+    return jnp.sum(jnp.cos(jnp.tanh(mlp(w, x))))
 
 
 W, X = normal(4, 3, 8, 8) / 3, normal(5, 8, 8)
@@ -245,36 +235,18 @@ def rematted(policy):
     return lambda w, x: jnp.sum(layer(layer(x, w[0]), w[1]) @ w[2])
 
 
-FUNCTIONS = {
-    "straight": loss,
-    "scan": scanned,
-    "remat": rematted(jax.checkpoint_policies.checkpoint_dots),
-}
-TRANSFORMS = {
-    "value": lambda f: f,
-    "grad": lambda f: jax.jit(jax.grad(f, (0, 1))),
-    "jvp": lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x)),
-    "hessian-vector": lambda f: lambda w, x: jax.jvp(jax.grad(f), (w, x), (w, x))[1],
-    "grad of grad": lambda f: jax.grad(
-        lambda w, x: jnp.sum(jnp.sin(jax.grad(f)(w, x)))
-    ),
-    "vmap of grad": lambda f: (
-        lambda w, x: jax.vmap(jax.grad(f), (None, 0))(w, jnp.stack([x, x]))
-    ),
-    "shard_map": lambda f: jax.grad(over_all_devices(f)),
-}
+DOTS = jax.checkpoint_policies.checkpoint_dots
+NAMES = "grad", "jvp", "vmap of grad", "jvp of grad", "grad of grad"
+TRANSFORMS = {name: DERIVATIVES[name] for name in NAMES}
+TRANSFORMS["shard_map"] = lambda f: jax.grad(over_all_devices(f))
 
 
 @pytest.mark.parametrize(
     "function, transform",
-    [
-        pytest.param(f, t, marks=[] if f == "straight" else pytest.mark.slow)
-        for f in FUNCTIONS
-        for t in TRANSFORMS
-    ],
+    [*((loss, t) for t in TRANSFORMS), (scanned, "grad"), (rematted(DOTS), "grad")],
 )
 def test_transforms(function, transform):
-    f, around = FUNCTIONS[function], TRANSFORMS[transform]
+    f, around = function, TRANSFORMS[transform]
     assert count(around(fp8(f)), W, X)[0], "no product in fp8"
     error = relative_error(*run_all(around(fp8(f)), around(f))(W, X))
     assert error < (0.4 if transform == "grad of grad" else 0.25)
@@ -293,9 +265,10 @@ def test_a_program_is_exported_for_other_devices(platform):
 
 def test_a_policy_for_dots_saves_products_in_fp8():
     """The backward pass then has two products for each, and otherwise three."""
-    policies = jax.checkpoint_policies
-    dots, nothing = map(rematted, (policies.checkpoint_dots, policies.nothing_saveable))
-    found, expected = (sum(count(jax.grad(fp8(f)), W, X)) for f in (dots, nothing))
+    nothing = jax.checkpoint_policies.nothing_saveable
+    found, expected = (
+        sum(count(jax.grad(fp8(rematted(policy))), W, X)) for policy in (DOTS, nothing)
+    )
     assert found == expected - 2
 
 
@@ -311,7 +284,6 @@ def test_no_8_bit_copy_is_a_residual():
 SIZES = {
     (16384, 4096, 4096): True,
     (2048, 4096, 4096): False,  # few rows
-    (16384, 2048, 8192): True,
     (16384, 1024, 4096): True,
     (16384, 768, 3072): False,
 }
@@ -348,14 +320,6 @@ def test_a_symbolic_size_is_not_known_to_pay():
     with pytest.warns(PolicyWarning, match="too small, .rows, 4096. by .4096, 4096."):
         exported = export.export(fn)(struct(4096, 4096), struct(rows, 4096))
     assert "f8E4M3FN" not in exported.mlir_module()
-
-
-def mlp(w, x):
-    x = jnp.tanh(x @ w[0])
-    with jax.named_scope("middle"):
-        x = jnp.tanh(x @ w[1])
-    with jax.named_scope("last"):
-        return x @ w[2]
 
 
 def attention(w, x):
@@ -413,13 +377,10 @@ def test_a_carry_is_no_weight():
     assert [v.aval.dtype for v in eqn.invars] == [jnp.bfloat16, jnp.float32]
 
 
-V, Y = normal(1, 3, 16, 16) / 4, normal(2, 8, 16)
-
-
 def test_arrays_with_explicit_shardings_stay_in_half_precision():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        args, policy = (V, jax.device_put(Y, P("data"))), {"middle": FP8}
+        args, policy = (W, jax.device_put(X, P("data"))), {"middle": FP8}
         found = reasons(mlp, *args, policy=default_amp_policy | policy)
     assert "not in fp8: its sharding is explicit" in found
 
@@ -431,7 +392,7 @@ def test_scopes():
         (amp_stop(mlp), ("middle",), (0, 3)),
     ):
         policy = default_amp_policy | dict.fromkeys(keys, FP8)
-        assert count(amp(fn, amp_policy=policy), V, Y) == expected
+        assert count(amp(fn, amp_policy=policy), W, X) == expected
 
 
 def test_in_float32_nothing_is_rounded():
@@ -440,21 +401,21 @@ def test_in_float32_nothing_is_rounded():
     for entries in (key, key | clz):
         policy = default_amp_policy | entries
         fn = amp(mlp, compute_dtype=jnp.float32, amp_policy=policy)
-        assert count(fn, V, Y) == (0, 3)
-        assert_identical(fn(V, Y), mlp(V, Y))
+        assert count(fn, W, X) == (0, 3)
+        assert_identical(fn(W, X), mlp(W, X))
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_program_without_products_in_fp8_warns():
     message = (
         "runs in fp8: computed from arguments and constants alone (1); too small, "
-        "(8, 16) by (16, 16) (1); no product in half precision behind it (1). Expected "
+        "(8, 8) by (8, 8) (1); no product in half precision behind it (1). Expected "
     )
     with pytest.warns(PolicyWarning, match=re.escape(message)):
-        jax.eval_shape(amp(mlp, matmul_dtype=FP8), V, Y)
+        jax.eval_shape(amp(mlp, matmul_dtype=FP8), W, X)
     with pytest.warns(PolicyWarning, match="it has none that could. Expected one by a"):
-        jax.eval_shape(amp(jnp.sin, matmul_dtype=FP8), Y)
-    jax.eval_shape(jax.grad(lambda w: fp8(mlp)(w, Y).sum()), V)
+        jax.eval_shape(amp(jnp.sin, matmul_dtype=FP8), X)
+    jax.eval_shape(jax.grad(lambda w: fp8(mlp)(w, X).sum()), W)
 
 
 # --- devices -------------------------------------------------------------------------
@@ -466,7 +427,6 @@ DEVICES = [  # platform, kind, compute capability, whether it has such products
     ("tpu", "TPU7x", "", True),
     ("gpu", "NVIDIA A100", "8.0", False),
     ("gpu", "NVIDIA L4", "8.9", True),
-    ("gpu", "NVIDIA B200", "10.0", True),
     ("gpu", "MI300", "gfx942", False),
 ]
 REFUSED = (
@@ -483,12 +443,12 @@ def test_devices_with_fp8(platform, kind, capability, expected):
 
 def test_a_device_without_fp8_is_refused():
     with pytest.raises(ValueError, match=REFUSED):
-        jax.eval_shape(amp(mlp, matmul_dtype="fp8"), V, Y)
+        jax.eval_shape(amp(mlp, matmul_dtype="fp8"), W, X)
     for device in (jax.devices()[0], "cpu"):
         with jax.default_device(device), pytest.raises(ValueError, match=REFUSED):
-            fp8(mlp, "fp8")(V, Y)
-    amp(mlp, matmul_dtype=REAL)(V, Y)  # who compiles for another one
-    amp(mlp, compute_dtype=jnp.float32, matmul_dtype="fp8")(V, Y)
+            fp8(mlp, "fp8")(W, X)
+    amp(mlp, matmul_dtype=REAL)(W, X)  # who compiles for another one
+    amp(mlp, compute_dtype=jnp.float32, matmul_dtype="fp8")(W, X)
 
 
 # --- training ------------------------------------------------------------------------
@@ -500,13 +460,13 @@ def loss_fn(params, batch):
 
 def test_a_state_in_fp8_steps_in_fp8():
     create = functools.partial(
-        AmpTrainState.create, params={"w": V}, tx=optax.adam(1e-2)
+        AmpTrainState.create, params={"w": W}, tx=optax.adam(1e-2)
     )
     for word in ("fp8", "fp8-mixed"):
         state = create(precision=word)
         assert state.precision == "fp8-mixed" and state.scaler["scaler"] == 1.0
         for make in (make_train_step, make_eval_step):
             with pytest.raises(ValueError, match=REFUSED):
-                make(loss_fn)(state, Y)
+                make(loss_fn)(state, X)
     for make, expected in ((make_train_step, 6), (make_eval_step, 2)):
-        assert count(make(fp8(loss_fn), jit=False), create(), Y)[0] == expected
+        assert count(make(fp8(loss_fn), jit=False), create(), X)[0] == expected

@@ -1,17 +1,23 @@
-"""The interpreters that JAX ships, over `amp` and under it; docs/composition.md."""
+"""The interpreters that JAX ships, over `amp` and under it; `jax.export`.
+
+docs/composition.md lists them.
+"""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import linen as nn
+from jax import export, lax
 from jax.experimental import checkify, jet, sparse
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import partial_eval
 
-from _programs import W, X, norm
+from _programs import W, X, norm, normal, squares
 from flax_amp import amp
-from helpers import relative_error
+from helpers import exact_jit, relative_error
 
 lower = functools.partial(amp, compute_dtype=jnp.bfloat16)
 
@@ -86,3 +92,35 @@ def test_under_amp(interpreter):
     actual, expected = lower(inside)(W, X), inside(W, X)
     assert relative_error(actual, expected) < 0.1
     assert "bf16[" in str(jax.make_jaxpr(lower(inside))(W, X))
+
+
+# --- `jax.export` with symbolic shapes, for several platforms -------------------------
+
+
+def layers_and_rows(w, x):
+    """Branches, a checkpoint, and a loop of which the length is a symbol."""
+    x = lax.cond(x.sum() > 0, lambda: norm(nn.gelu(x @ w)), lambda: x)
+    x = jax.checkpoint(lambda x: norm(nn.relu(x @ w)))(x)
+    return lax.scan(lambda c, x: (c + jnp.sum(nn.silu(x @ w)), norm(x)), 0.0, x)
+
+
+def test_export():
+    """One program computes the function and its gradient at two sizes."""
+    w, lowered = normal(0, 4, 4), amp(layers_and_rows)
+
+    def both(w, x):
+        return lowered(w, x), jax.grad(lambda w: squares(lowered(w, x)))(w)
+
+    shape = *export.symbolic_shape("b, 2*s"), 4
+    args = w, jax.ShapeDtypeStruct(shape, w.dtype)
+    done = export.export(jax.jit(both), platforms=("cpu", "cuda", "tpu"))(*args)
+    done = export.deserialize(done.serialize())
+    for size in (2, 6):
+        args = w, normal(1, size, size, 4)
+        found, expected = (exact_jit(fn)(*args) for fn in (done.call, both))
+        # A compiler may add up the gradient of a bias in half or in float32.
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-5),
+            found,
+            expected,
+        )

@@ -1,26 +1,23 @@
-"""Errors about traced values name the user's function and its arguments."""
+"""Errors, profiles and HLO name the functions, arguments and lines of the user."""
 
-import functools
-import re
+import linecache
+import traceback
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax import lax
+from jax.extend import source_info_util
 
-from flax_amp import AmpTrainState, amp, make_nnx_train_step, make_train_step
+from _transformer import bfloat16
+from flax_amp import AmpTrainState, _compat, amp, make_nnx_train_step, make_train_step
+from helpers import equations, rewritten_in_float32
 
 PARAMS = {"w": jnp.ones((2, 2))}
+RNGS = nnx.Rngs(0)
 BATCH = {"x": jnp.ones((2, 2)), "y": [jnp.ones(2)]}
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        self.dense = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        return self.dense(x)
 
 
 def output(params, batch):
@@ -55,7 +52,7 @@ def linen_step(loss, **options):
 
 
 def nnx_step(loss):
-    model = Model()
+    model = nnx.Linear(2, 2, rngs=RNGS)
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     make_nnx_train_step(loss, precision="bf16-mixed")(model, optimizer, BATCH)
 
@@ -63,13 +60,11 @@ def nnx_step(loss):
 # name: the call, and what its parameters are called
 CALLS = {
     "amp": (lambda f: amp(f)(PARAMS, BATCH), "params['w']"),
-    "by keyword": (lambda f: amp(f)(batch=BATCH, params=PARAMS), "params['w']"),
-    "partial": (lambda f: amp(functools.partial(f, PARAMS))(BATCH), None),
     "grad": (lambda f: jax.grad(amp(f))(PARAMS, BATCH), "params['w']"),
-    "nnx": (lambda f: amp(f)(Model(), BATCH), "params.dense.kernel"),
+    "nnx": (lambda f: amp(f)(nnx.Linear(2, 2, rngs=RNGS), BATCH), "params.kernel"),
     "step": (linen_step, "params['w']"),
     "step, accumulated": (lambda f: linen_step(f, accum_steps=2), "params['w']"),
-    "step of nnx": (nnx_step, "params['model']['dense']['kernel']"),
+    "step of nnx": (nnx_step, "params['model']['kernel']"),
 }
 
 
@@ -82,7 +77,7 @@ def place_of(call):
 def test_a_decision_on_a_traced_value(call):
     run, parameter = CALLS[call]
     error = jax.errors.ConcretizationTypeError | jax.errors.TracerIntegerConversionError
-    for loss, name in (*LOSSES, *([(on_weight, parameter)] if parameter else [])):
+    for loss, name in (*LOSSES, (on_weight, parameter)):
         with pytest.raises(error.__args__) as caught:
             run(loss)
         message = str(caught.value)
@@ -93,23 +88,8 @@ def test_a_decision_on_a_traced_value(call):
         assert "arrays[" not in message
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_tracer_that_leaks(call):
-    leaked = []
-
-    def leaking(params, batch):
-        leaked.append(jnp.sin(batch["x"]))
-        return output(params, batch).mean()
-
-    CALLS[call][0](leaking)
-    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
-        leaked[0] + 1
-    traced = re.search("being traced when the value leaked was (.*)", str(caught.value))
-    assert traced[1].startswith(f"leaking at {place_of(call)}")
-
-
-def test_other_signatures():
-    """Of `*args` and keywords there are only places; some functions have none."""
+def test_a_signature_without_names():
+    """Of `*args` and keywords there are only places."""
 
     def loss(*args, **kwargs):
         return float(kwargs["scale"][1]) * args[1]["x"].sum()
@@ -118,16 +98,106 @@ def test_other_signatures():
     with pytest.raises(error, match=r"kwargs\['scale'\]\[1"):
         amp(loss)(PARAMS, BATCH, scale=[jnp.ones(()), jnp.ones(())])
 
-    def same_name(x, /, **kwargs):
-        return float(kwargs["x"].sum()) * x.sum()
 
-    # JAX loses a name here.
-    with pytest.raises(error, match="same_name at"):
-        amp(same_name)(jnp.ones(2), x=jnp.ones(2))
+# --- lines, which are not those of amp ------------------------------------------------
 
-    class Callable:
-        def __call__(self, params, batch):
-            return on_batch(params, batch)
+W, X = jnp.ones((4, 4)), jnp.ones((2, 4))
 
-    with pytest.raises(error, match=r"batch\['x'\]"):
-        amp(Callable())(PARAMS, BATCH)
+
+def bad(y):
+    return jnp.log(y - 100.0)  # makes a NaN
+
+
+def in_layers(w, x):
+    for _ in range(8):
+        x = jax.nn.relu(jnp.tanh(x @ w) + jnp.sin(x) * jnp.cos(x) - jnp.sin(x @ w))
+        x = bad(x * 2)
+    return x
+
+
+# The line that calls a loop is what plain JAX names.
+def scanned(w, x):
+    return lax.scan(lambda c, _: (bad(c @ w), 0), x, length=2)[0]  # loop
+
+
+def looped(w, x):
+    x = lax.stop_gradient(x @ w)
+    return jnp.sum(w) + lax.fori_loop(0, 2, lambda _, x: bad(x), x)  # loop
+
+
+def branched(w, x):
+    return lax.cond(jnp.sum(x) > 0, bad, lambda y: y, x @ w)  # loop
+
+
+def with_vjp(forward, backward):
+    made = jax.custom_vjp(lambda y: forward(y)[0])
+    made.defvjp(forward, backward)
+    return lambda w, x: made(x @ w)
+
+
+NAN, LOOP = "makes a NaN", "# loop"
+CASES = {
+    "straight": (lambda w, x: bad(x @ w), NAN),
+    "jit": (lambda w, x: jax.jit(lambda y: bad(y) + 1)(x @ w), NAN),
+    "checkpoint": (jax.checkpoint(lambda w, x: jax.jit(bad)(x @ w)), NAN),
+    "layers": (in_layers, NAN),
+    "backward": (with_vjp(lambda y: (y, None), lambda _, t: (bad(t),)), NAN),
+    "scan": (scanned, LOOP),
+    "while": (looped, LOOP),
+    "cond": (branched, LOOP),
+}
+
+
+def error_of(run):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
+        jax.block_until_ready(run(W, X))
+    return caught.value
+
+
+def last_line(error):
+    """The last line of this file in the traceback of an error, without its causes."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == __file__]
+    return linecache.getline(__file__, own[-1].lineno)  # with its comment
+
+
+@pytest.mark.parametrize(
+    "jit, lower",
+    [(jax.jit, bfloat16), (lambda fn: fn, rewritten_in_float32)],
+    ids=["jit", "eager"],
+)
+@pytest.mark.parametrize("fn, line", CASES.values(), ids=CASES)
+def test_a_nan_names_the_line_that_makes_it(fn, line, jit, lower):
+    lowered = lower(lambda w, x: jnp.sum(fn(w, x)))
+    assert line in last_line(error_of(jit(jax.value_and_grad(lowered))))
+
+
+def test_a_nan_of_a_jit_in_an_eager_call():
+    """JAX says where it is for a jit that it calls, but not for one in a jaxpr."""
+    fn = bfloat16(jax.jit(lambda w, x: bad(x @ w)))
+    assert NAN in last_line(error_of(fn))
+    (eqn,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
+    with pytest.raises(FloatingPointError, match="^mine"), _compat.source_line(eqn):
+        raise FloatingPointError("mine")
+
+
+def everything(w, x):
+    x = jax.nn.gelu(jnp.log(x @ w + 9)) + jnp.exp(x)
+    x = lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=2)[0]
+    x = jnp.sum(CASES["backward"][0](w, jnp.cumsum(x)[None, :4])) + x
+    return jnp.mean(jax.checkpoint(jnp.sin)(x) - x.mean(-1, keepdims=True))
+
+
+def test_rewritten_equations_have_the_lines_of_the_user():
+    """In the jaxpr and in what XLA gets."""
+    traced = jax.jit(jax.grad(bfloat16(everything))).trace(W, X)
+    found = equations(traced.jaxpr)
+    lines = {source_info_util.summarize(eqn.source_info) for _, eqn in found}
+    assert len(lines) > 5
+    # None has a line of a function of JAX that nobody calls from here.
+    assert {line.partition(":")[0] for line in lines} <= {__file__, ""}
+    text = traced.lower().as_text(debug_info=True)
+    for plain in ("jnp.tanh(c @ w)", "jnp.log(x @ w + 9)"):
+        lines = linecache.getlines(__file__)
+        number = 1 + next(i for i, line in enumerate(lines) if plain in line)
+        assert f'test_names.py":{number}:' in text

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from _programs import SIZE, W, X, normal
-from flax_amp import amp, default_amp_policy, use_compute_precision
+from flax_amp import amp, use_compute_precision
 from flax_amp._rewriter.casts import cast_number, finfo
 from helpers import (
     HALVES,
@@ -60,9 +60,6 @@ BEHIND_A_MATMUL = {  # name: (function, what the matmul gives)
     ),
     "norm": (lambda y: jnp.linalg.norm(y * 300), jnp.eye(2)),
     "divide": (lambda y: y / (jnp.abs(y) + 1e-12), jnp.zeros((2, 2))),
-    "rsqrt": (lambda y: y * lax.rsqrt(y + 1e-12), jnp.zeros((2, 2))),
-    "log": (lambda y: y * jnp.log(y + 1e-12), jnp.zeros((2, 2))),
-    "by a norm": (lambda y: y / (jnp.linalg.norm(y) + 1e-12), jnp.zeros((2, 2))),
     "clip": (lambda y: jnp.log(jnp.clip(y, 1e-12, 1.0)) * 1e-2, jnp.zeros((2, 2))),
 }  # fmt: skip
 
@@ -75,60 +72,12 @@ def test_arithmetic_on_half_values(name, dtype):
     assert_close(*run_all(amp(fn, compute_dtype=dtype), fn)(y), jnp.float32)
 
 
-# --- constants: a number is its bits, the sign of zero and NaN included --------------
-
-NUMBERS = {
-    "zero": [0.0] * 3,
-    "negative zero": [-0.0] * 3,
-    "nan": [np.nan] * 3,
-    "infinite": [-np.inf] * 3,
-    "mixed": [1e-40, -0.0, np.inf],
-}
-KINDS = {
-    "literal": lambda numbers: numbers[0],
-    "numpy": lambda numbers: np.array(numbers, np.float32),
-    "jnp": lambda numbers: jnp.array(numbers, jnp.float32),
-}
-PLACES = {
-    "straight": lambda f: f,
-    "jit": lambda f: lambda x: jax.jit(f)(x),
-    "scan": lambda f: lambda x: lax.scan(lambda c, x: (c, f(x[None])[0]), 0, x)[1],
-    "cond": lambda f: lambda x: lax.cond(x[0, 0] > 0, f, jnp.exp, x),
-}
-
-
-def at(constant, x):
-    """The angle of a point left of the origin: its sign is that of the constant."""
-    y = x @ jnp.eye(3)
-    return lax.atan2(jnp.broadcast_to(constant, y.shape).astype(y.dtype), -y)
-
-
-def observed(y):
-    y = np.asarray(y, np.float32)
-    return np.where(np.isnan(y), 2, np.sign(y)).tolist()
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_signs_survive(name):
-    """Among low values, wherever the code stands, a constant keeps its sign."""
-    constants = {kind: make(NUMBERS[name]) for kind, make in KINDS.items()}
-
-    def everywhere(x):
-        return {
-            (kind, where): place(functools.partial(at, constant))(x)
-            for kind, constant in constants.items()
-            for where, place in PLACES.items()
-        }
-
-    x = jnp.arange(1.0, 7).reshape(2, 3)
-    expected, found = run_all(everywhere, amp(everywhere, precision="fp16"))(x)
-    observe = functools.partial(jax.tree.map, observed)
-    assert observe(found) == observe(expected)
+# --- range ---------------------------------------------------------------------------
 
 
 @both_halves
 @pytest.mark.parametrize(
-    "value", [-1e9, 1e30, -1e38, LOWEST, 3.0, 0.0, np.inf, -np.inf, np.nan]
+    "value", [-1e9, 1e30, -1e38, LOWEST, 3.0, -0.0, np.inf, -np.inf, np.nan]
 )
 def test_numbers_saturate(value, dtype):
     """What is finite stays so; the rest is itself."""
@@ -138,9 +87,7 @@ def test_numbers_saturate(value, dtype):
     cast = cast_number(np.float32(value), dtype)
     assert cast.dtype == dtype
     np.testing.assert_allclose(np.asarray(cast, np.float64), expected, rtol=1e-2)
-
-
-# --- range ---------------------------------------------------------------------------
+    assert np.signbit(np.asarray(cast, np.float64)) == np.signbit(expected)
 
 
 def masked_rows(mask, masked):
@@ -173,15 +120,6 @@ def test_masks_give_no_nan(mask, rows, dtype):
         assert not nans(actual).count(True) and bool(jnp.isfinite(grad).all())
         zeros = [jnp.where(masked, p, 0.0) for p in actual[0]]
         assert rows == "all" or not any(zero.any() for zero in zeros)
-
-
-def test_a_mask_is_finite_under_vmap():
-    """The rank of a mask does not matter."""
-    mask, q = jnp.full((2, 4), -1e9), jnp.ones((4, 4))
-    attention = amp(
-        lambda m: jax.nn.softmax(q @ q.T + m[None]) @ q, precision="16-mixed"
-    )
-    assert jnp.array_equal(jit(jax.vmap(attention))(mask), jnp.stack([q, q]))
 
 
 @both_halves
@@ -223,32 +161,6 @@ def test_a_comparison_reads_its_number_as_it_is():
         h = jnp.full((4, 4), number)
         lowered = amp(functools.partial(limited, limit=limit), precision=precision)
         assert jnp.array_equal(lowered(h), h)
-
-
-SCATTERS = {
-    "segment_max": lambda y: jax.ops.segment_max(y, jnp.array([0, 1]), 2),
-    "at_multiply": lambda y: y.at[0].multiply(0.5),
-    "at_apply": lambda y: y.at[0].apply(jnp.sin),
-}
-
-
-@pytest.mark.parametrize("chosen", [None, *HALVES])
-@pytest.mark.parametrize("name", SCATTERS)
-def test_scatters_of_low_values(name, chosen):
-    """A scatter carries an update function that was traced in float32."""
-    policy = default_amp_policy | ({"here": chosen} if chosen else {})
-
-    def fn(w, x):
-        y = x @ w
-        with jax.named_scope("here"):
-            return SCATTERS[name](y)
-
-    lowered = amp(fn, compute_dtype=jnp.float16, amp_policy=policy)
-    args = jnp.eye(2) * 0.3, jnp.array([[1.0, -2.0], [3.0, 0.5]])
-    assert_close(*run_all(lowered, fn)(*args), jnp.bfloat16)
-    if name != "at_apply":  # JAX has no derivative for it
-        grads = jit(jax.grad(lambda *a: lowered(*a).sum()))(*args)
-        assert bool(jnp.isfinite(grads).all())
 
 
 # --- inner and outer products of floats run in float32 -------------------------------

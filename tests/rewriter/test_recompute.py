@@ -1,4 +1,4 @@
-"""`recompute`: nothing expensive twice, no effect twice, and no other result."""
+"""`recompute`: nothing expensive twice, no other result; what is marked as stored."""
 
 import collections
 import functools
@@ -6,60 +6,56 @@ import math
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 
-from _programs import loss_of, norm, normal, softmax_between_products
+from _programs import FIRST_ORDER, again, loss_of, norm, normal, squares
 from _transformer import (
     CONTEXTS,
     MODES,
     bfloat16,
     block,
-    exact_jit,
     inputs,
     keeps,
     layer,
     scanned,
+    unrolled,
     weights,
 )
+from flax_amp import AmpTrainState, make_eval_step
+from flax_amp._rewriter.stored import EVERYWHERE, NOWHERE, ON_GPU, mark_stored, stored_p
 from helpers import (
     MATMULS,
     assert_same_avals,
     equations,
     equations_of,
+    exact_jit,
+    jit,
     relative_error,
 )
 
 W, X = weights()["out"][0], inputs()[0]
 
 
-def dropout(p, x):
-    keep_mask = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
-    return block(layer(p, 0), jnp.where(keep_mask, x / 0.5, 0)).sum()
-
-
-UNIQUE = {
-    "dots": (scanned, MATMULS),
-    "random numbers": (dropout, ("random_bits", "threefry2x32", "random_wrap")),
-}
-
-
-@pytest.mark.parametrize("name", UNIQUE)
-def test_nothing_expensive_twice(name):
+def test_nothing_expensive_twice():
     """A gradient has as many expensive equations as one that stores everything."""
-    loss, primitives = UNIQUE[name]
+
+    def dropout(p, x):
+        keep_mask = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+        return scanned(p, jnp.where(keep_mask, x / 0.5, 0))
 
     def found(mode):
-        grad = jax.grad(bfloat16(loss, recompute=mode))
-        eqns = equations_of(grad, weights(), inputs(), primitive=primitives)
+        grad = jax.grad(bfloat16(dropout, recompute=mode))
+        names = (*MATMULS, "random_bits", "threefry2x32", "random_wrap")
+        eqns = equations_of(grad, weights(), inputs(), primitive=names)
         return collections.Counter(eqn.primitive.name for eqn in eqns)
 
-    assert found(False)
+    assert len(found(False)) == 2
     assert found(True) == found(False)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_effects_run_once_and_in_order(mode):
+def test_effects_run_once_and_in_order():
     """Callbacks between regions run once each, as they stand in the program."""
     seen = []
 
@@ -74,7 +70,7 @@ def test_effects_run_once_and_in_order(mode):
         call(4, w)  # which needs nothing of the others
         return jnp.sum(x**2)
 
-    jax.block_until_ready(exact_jit(jax.grad(bfloat16(loss, recompute=mode)))(W, X))
+    jax.block_until_ready(exact_jit(jax.grad(bfloat16(loss)))(W, X))
     jax.effects_barrier()
     assert seen == [0, 1, 2, 3, 4]
 
@@ -110,7 +106,7 @@ def residuals(fn, p, x):
     return [a for a in leaves if (a.shape, a.dtype) not in arguments]
 
 
-def stored(name, recompute):
+def stored_in(name, recompute):
     """The stored avals of a context; with `recompute=False` nothing is marked."""
     fn = bfloat16(CONTEXTS[name], recompute=recompute)
     args = weights(2, LARGE["size"]), inputs(**LARGE)
@@ -118,13 +114,13 @@ def stored(name, recompute):
     return residuals(fn, *args)
 
 
-@pytest.mark.parametrize("name", ["scan", "straight", "jit", "cond", "shard_map"])
+@pytest.mark.parametrize("name", CONTEXTS)
 def test_memory(name):
     """Much less is stored, everywhere.
 
     Out of loops travel activations in half precision and small statistics.
     """
-    never, found = (stored(name, mode) for mode in MODES)
+    never, found = (stored_in(name, mode) for mode in MODES)
     bytes_of = lambda avals: sum(a.size * a.dtype.itemsize for a in avals)  # noqa: E731
     assert bytes_of(found) < 0.7 * bytes_of(never)
     if name == "scan":
@@ -147,27 +143,19 @@ def test_a_relu_is_stored_once():
     assert [a.dtype for a in found] == [jnp.bfloat16] * 3
 
 
-# --- amp over amp, and values of every dtype between what is computed again ----------
+def test_an_evaluation_step_stores_nothing():
+    def predict(params, x):
+        return block(layer(params, 0), x)
+
+    step = make_eval_step(predict)
+    state = AmpTrainState.create(params=weights(), tx=optax.sgd(0.1))
+    assert keeps(bfloat16(predict), weights(), inputs())
+    assert not keeps(step, state, inputs())
+
+
+# --- values of every dtype between what is computed again -----------------------------
 
 ARGS = normal(0, 4, 4) * 0.4, normal(0, 8, 4)
-
-
-def test_amp_of_a_derivative_of_amp():
-    """The primitives of the inner transformation pass through the outer one."""
-
-    def tuned(loss):
-        """The gradient through checkpointed steps of gradient descent in a loop."""
-
-        def outer(w, x):
-            step = lambda w, _: (w - 0.1 * jax.grad(loss)(w, x), None)  # noqa: E731
-            return loss(lax.scan(jax.checkpoint(step), w, length=2)[0], x)
-
-        return jax.grad(outer)
-
-    loss = softmax_between_products
-    actual = exact_jit(bfloat16(tuned(bfloat16(loss))))(*ARGS)
-    expected = exact_jit(tuned(bfloat16(loss, recompute=False)))(*ARGS)
-    assert relative_error(actual, expected) < 2e-2
 
 
 def fourier(w, x):
@@ -184,26 +172,16 @@ def keys(w, x):
     return jnp.sin(h @ w * jax.random.normal(key, h.shape))
 
 
-def in_dtype(dtype):
-    """A program with a part in another dtype than float32."""
-
-    def program(w, x):
-        h = jax.nn.gelu(x @ w).astype(dtype)
-        return (jnp.sin(h) * jnp.exp(h)).real.astype(jnp.float32) @ w
-
-    return program
+def doubles(w, x):
+    h = jax.nn.gelu(x @ w).astype("float64")
+    return (jnp.sin(h) * jnp.exp(h)).astype(jnp.float32) @ w
 
 
-DOUBLE = ("float64", "complex128")
-PROGRAMS = {"fourier": fourier, "keys": keys}
-PROGRAMS |= {name: in_dtype(name) for name in ("float16", *DOUBLE)}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_other_dtypes(name):
+@pytest.mark.parametrize("program", [fourier, keys, doubles])
+def test_other_dtypes(program):
     """Both modes give the same, of the same types."""
-    loss, results = loss_of(PROGRAMS[name]), []
-    with jax.enable_x64(name in DOUBLE):
+    loss, results = loss_of(program), []
+    with jax.enable_x64(program is doubles):
         for mode in MODES:
             gradient = jax.value_and_grad(bfloat16(loss, recompute=mode), (0, 1))
             results.append(exact_jit(gradient)(*ARGS))
@@ -214,25 +192,18 @@ def test_other_dtypes(name):
     assert relative_error(found, never) < 1e-5
 
 
-LINEAR = {
-    "checkpoint": lambda w, x: jax.checkpoint(lambda x: (x @ w) @ w * 2)(x),
-    "jit": lambda w, x: jax.jit(lambda x: jnp.concatenate([x @ w, x]))(x * 2),
-}
-
-
-@pytest.mark.parametrize("name", LINEAR)
-def test_linear_functions_are_transposed(name):
+def test_linear_functions_are_transposed():
     """`jax.linear_transpose` of a transformed linear function, as of the plain one."""
     w, x = jnp.eye(4) / 2 + 0.25, jnp.arange(8.0).reshape(2, 4)
-    f = functools.partial(LINEAR[name], w)
+    layer = jax.checkpoint(lambda x: (x @ w) @ w * 2)
+    f = lambda x: jax.jit(lambda x: jnp.concatenate([layer(x), x]))(x * 2)  # noqa: E731
     (actual,) = jax.linear_transpose(bfloat16(f), x)(f(x))
     (expected,) = jax.linear_transpose(f, x)(f(x))
     assert actual.dtype == jnp.float32
     assert relative_error(actual, expected) < 1e-2
 
 
-@pytest.mark.parametrize("kind", ["custom_jvp", "cond"])
-def test_a_callback_runs_once(kind):
+def test_a_callback_runs_once():
     """Also inside of what the backward pass would compute again."""
     calls = []
 
@@ -245,10 +216,92 @@ def test_a_callback_runs_once(kind):
 
     called = jax.custom_jvp(identity)
     called.defjvp(lambda p, t: (called(*p), jnp.cos(p[0]) * t[0]))
-    if kind == "cond":
-        fn = lambda a: lax.cond(a.sum() > -1e9, called, jnp.sin, a)  # noqa: E731
-    else:
-        fn = called
+    fn = lambda a: lax.cond(a.sum() > -1e9, called, jnp.sin, a)  # noqa: E731
     grad = jax.grad(bfloat16(lambda w: jnp.mean(jnp.tanh(fn(w @ w)) @ w)))
     jax.block_until_ready(jax.jit(grad)(W))
     assert len(calls) == 1
+
+
+# --- `mark_stored`: the identity under every transformation ---------------------------
+
+
+def is_marked(primitive, *_, **__):
+    return primitive is stored_p
+
+
+# A checkpoint as `amp` writes it.
+stored = functools.partial(jax.checkpoint, policy=is_marked, prevent_cse=False)
+
+
+def marked(x, platforms=EVERYWHERE):
+    return jnp.sum(jnp.sin(mark_stored(jnp.cos(x) * 2, platforms, is_rounded=False)))
+
+
+def unmarked(x):
+    return jnp.sum(jnp.sin(jnp.cos(x) * 2))
+
+
+TRANSFORMS = FIRST_ORDER | {
+    "third order of checkpoints": lambda f: jax.grad(
+        stored(lambda x: squares(again(stored(f), stored)(x)))
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_it_changes_no_number(transform):
+    """On every platform, in a checkpoint or not, and however often it is split."""
+    apply = TRANSFORMS[transform]
+    functions = [unmarked]
+    for platforms in (NOWHERE, ON_GPU, EVERYWHERE):
+        function = functools.partial(marked, platforms=platforms)
+        functions += [function, stored(function)]
+    x = jnp.linspace(0.1, 1, 4)
+    expected, *found = jit(lambda x: [apply(f)(x) for f in functions])(x)
+    assert max(relative_error(actual, expected) for actual in found) < 1e-5
+
+
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_the_forward_pass_rounds(is_rounded):
+    """It does so where a backward pass follows."""
+
+    def fn(x):
+        y = mark_stored(2 * x, NOWHERE, is_rounded=is_rounded)
+        return jnp.sum(jnp.sin(y).astype(jnp.float32))
+
+    fn, x = stored(fn), jnp.ones(4, jnp.bfloat16)
+    alone, with_gradient = (jit(f).lower(x).as_text() for f in (fn, jax.grad(fn)))
+    assert "reduce_precision" not in alone
+    assert ("reduce_precision" in with_gradient) == is_rounded
+
+
+# --- barriers ------------------------------------------------------------------------
+
+
+def barriers(fn, *args):
+    """How many barriers there are in a function compiled for each platform."""
+    traced = jax.jit(fn).trace(*args)
+    lowered = {p: traced.lower(lowering_platforms=(p,)) for p in EVERYWHERE}
+    return {p: x.as_text().count("optimization_barrier") for p, x in lowered.items()}
+
+
+@pytest.mark.parametrize("platforms", [NOWHERE, ON_GPU, EVERYWHERE])
+def test_barriers_of_a_marked_value(platforms):
+    """The backward pass reads the value through a barrier, on some platforms."""
+    fn = stored(functools.partial(marked, platforms=platforms))
+    x = jnp.ones(16)
+    assert set(EVERYWHERE) == {"cpu", "cuda", "rocm", "tpu"}
+    assert barriers(fn, x) == dict.fromkeys(EVERYWHERE, 0)
+    assert barriers(jax.grad(fn), x) == {p: int(p in platforms) for p in EVERYWHERE}
+
+
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("loss", [unrolled, scanned])
+def test_barriers_of_a_model(loss, recompute):
+    """On accelerators in straight code; none in loops and in forward passes."""
+    args = weights(), inputs()
+    fn = bfloat16(loss, recompute=recompute)
+    assert not any(barriers(fn, *args).values())
+    found = {p for p, count in barriers(jax.grad(fn), *args).items() if count}
+    is_straight = recompute and loss is unrolled
+    assert found == ({"cuda", "rocm", "tpu"} if is_straight else set())

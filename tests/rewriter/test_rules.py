@@ -1,6 +1,5 @@
 """Structured primitives: what is inside them is rewritten, and nothing else changes."""
 
-import functools
 import re
 
 import jax
@@ -8,19 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec as P
 
-from _structured import (
-    CASES,
-    POLICIES,
-    arguments,
-    differentiate,
-    layer,
-    remat,
-    scan,
-    sharded,
-    vjp_layer,
-)
+from _programs import batched, squares
+from _structured import CASES, POLICIES, arguments, differentiate, layer, scan, sharded
 from flax_amp import amp
 from helpers import (
     HALVES,
@@ -30,6 +22,9 @@ from helpers import (
     dtypes_of,
     equations_of,
     jit,
+    relative_error,
+    rewritten_in_float32,
+    run_all,
 )
 
 # --- matmuls, values and gradients ---------------------------------------------------
@@ -58,10 +53,6 @@ def test_matmuls_inside_are_low(name):
 # --- what is kept --------------------------------------------------------------------
 
 
-def is_of_user(eqn):
-    return eqn.params["name"] not in ("saturating_cast", "isinf", "_where")
-
-
 KEEPS = {
     "jit": ("name", "donated_invars", "in_shardings", "out_shardings", "inline"),
     "remat2": ("policy", "prevent_cse"),
@@ -74,16 +65,12 @@ def test_parameters_are_kept():
     """Names, donation, shardings, policies, unrolling are those of the original."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, P("data"))
-
-    @functools.partial(
-        jax.jit, donate_argnums=1, in_shardings=(None, rows), out_shardings=rows
-    )
-    def my_layer(w, x):
-        return layer(w, x)
+    shardings = dict(in_shardings=(None, rows), out_shardings=rows)
+    options = dict(policy=POLICIES.dots_saveable, prevent_cse=False)
 
     def fn(w, x):
-        x = my_layer(w, x)
-        x = remat(layer, policy=POLICIES.dots_saveable, prevent_cse=False)(w, x)
+        x = jax.jit(layer, donate_argnums=1, **shardings)(w, x)
+        x = jax.checkpoint(layer, **options)(w, x)
         x = scan(layer, w, x, 4, reverse=True, unroll=2)
         return sharded(layer, check_vma=False)(w, x)
 
@@ -92,7 +79,7 @@ def test_parameters_are_kept():
         return [
             tuple(eqn.params[name] for name in KEEPS[primitive])
             for eqn in found
-            if primitive != "jit" or is_of_user(eqn)
+            if primitive != "jit" or eqn.params["name"] == "layer"
         ]
 
     for primitive in KEEPS:
@@ -101,23 +88,13 @@ def test_parameters_are_kept():
         assert params_of(amp(fn, recompute=False), primitive) == expected
 
 
-SCOPED = {
-    "straight": layer,
-    "jit": jax.jit(layer),
-    "scan": functools.partial(scan, layer),
-    "remat": remat(layer),
-    "custom_vjp": vjp_layer,
-    "shard_map": sharded(layer),
-}
-
-
-@pytest.mark.parametrize("name", SCOPED)
+@pytest.mark.parametrize("name", "jit scan_carry remat custom_vjp shard_map".split())
 def test_named_scopes_survive(name):
     """In the jaxpr and, as operation names, in what XLA gets; without doubling."""
 
     def fn(w, x):
         with jax.named_scope("outer"):
-            return SCOPED[name](w, jnp.sin(x))
+            return CASES[name].fn(w, jnp.sin(x))
 
     def names(fn):
         text = jax.jit(fn).lower(*arguments()).as_text(debug_info=True)
@@ -147,3 +124,98 @@ def test_platform_dependent_branches_stay_apart():
     args = arguments()
     assert_all_in(jax.jit(amp(fn)), *args, dtype=jnp.bfloat16, count=2)
     assert_close(jax.jit(amp(fn))(*args), fn(*args), jnp.bfloat16)
+
+
+# --- functions inside solvers, batching rules and linear calls ------------------------
+
+# Some programs here run as written.
+pytestmark = pytest.mark.filterwarnings("ignore:amp. no matrix product")
+
+B = jnp.arange(1.0, 4.0)
+COUNTS = jnp.arange(9.0).reshape(3, 3)
+W = 2 * jnp.eye(3) + 0.1 * (COUNTS + COUNTS.T)
+
+
+def _iterate(matvec, b):
+    return lax.fori_loop(0, 60, lambda _, y: y + 0.2 * (b - matvec(y)), b)
+
+
+def linear_solve(w):
+    return lax.custom_linear_solve(lambda v: w @ v, B, _iterate, _iterate)
+
+
+DERIVATIVES = {
+    "value": lambda f: f,
+    "grad": lambda f: jax.grad(lambda w: squares(f(w))),
+    "jvp": lambda f: lambda w: jax.jvp(f, (w,), (w.T,))[1],
+    "vmap": batched,
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_solvers(derivative):
+    """Matmuls run low, the vectors of the solver are float32; float32 is exact."""
+    transform, dtype = DERIVATIVES[derivative], HALVES[len(derivative) % 2]
+    run = transform(amp(linear_solve, compute_dtype=dtype))
+    in_float32 = transform(rewritten_in_float32(linear_solve))
+    expected, exact, found = run_all(transform(linear_solve), in_float32, run)(W)
+    np.testing.assert_allclose(exact, expected, 1e-5, 1e-6)
+    assert_close(found, expected, dtype, gradient=True)
+    assert set(dtypes_of(run, W)) == {(dtype.__name__,) * 2}
+    for eqn in equations_of(run, W, primitive=("custom_linear_solve", "while")):
+        assert {v.aval.dtype.name for v in eqn.outvars} <= {"float32", "int32"}
+
+
+@custom_vmap
+def tenfold_when_batched(a, b):
+    return jnp.tanh(a) @ b
+
+
+@tenfold_when_batched.def_vmap
+def _(size, in_batched, a, b):
+    assert in_batched == [True, False]
+    return 10 * jnp.tanh(a) @ b, True
+
+
+def test_custom_vmap():
+    """The user's batching rule stays in force; all of it runs as written."""
+
+    def program(w, lower):
+        batch = jnp.stack([w, w.T])
+        run = lambda w: jax.vmap(tenfold_when_batched, (0, None))(batch, w)  # noqa: E731
+        over = jax.vmap(lower(tenfold_when_batched), (0, None))(batch, w)
+        return lower(run)(w), over
+
+    transforms = (jax.jit, rewritten_in_float32, amp)
+    expected, exact, low = (program(W, lower) for lower in transforms)
+    assert relative_error(exact, expected) < 1e-5
+    assert_close(low, expected, jnp.bfloat16, gradient=True)
+
+
+def from_residuals(w, x):
+    return linear_call(lambda w, x: x @ w, lambda w, y: 2 * (y @ w.T), w, x)
+
+
+def of_layers(w, x):
+    """Its operand was computed in half precision, and so is what reads its result."""
+    return from_residuals(w, x @ w) @ w
+
+
+def gradient(f):
+    return jax.jit(jax.grad(lambda w, x: jnp.mean(f(w, x) ** 2), 1))
+
+
+def transpose(f):
+    return lambda w, x: jax.linear_transpose(lambda x: f(w, x), x)(x)[0]
+
+
+@pytest.mark.parametrize("wrap", [gradient, transpose])
+@pytest.mark.parametrize("fn", [from_residuals, of_layers])
+def test_linear_calls(fn, wrap):
+    """The user's transpose, twice the true one, is applied; it runs as written."""
+    lowered, args = wrap(amp(fn)), (W, W.T)
+    actual, expected = lowered(*args), wrap(fn)(*args)
+    assert_same_avals(actual, expected)
+    assert relative_error(actual, expected) < 2e-2
+    assert relative_error(wrap(rewritten_in_float32(fn))(*args), expected) < 1e-6
+    assert len(equations_of(amp(fn), *args, primitive="linear_call")) == 1

@@ -1,6 +1,7 @@
 """`amp` as a transform: under and over the others, on every kind of argument."""
 
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from helpers import (
     both_halves,
     dtypes_of,
     relative_error,
+    rewritten_in_float32,
     run_all,
 )
 
@@ -51,12 +53,12 @@ TRANSFORMS = WITHIN | {
     "vmap of all": lambda fn: (
         lambda w, x: jax.vmap(fn)(jnp.stack([w, -w]), x[None, :].repeat(2, 0))
     ),
-    "jvp": lambda fn: lambda w, x: jax.jvp(fn, (w, x), (w, x)),
     "value_and_grad": lambda fn: jax.value_and_grad(loss_of(fn), argnums=(0, 1)),
 }
 TRANSFORMS |= {f"{name} of loss": of_loss(d) for name, d in DERIVATIVES.items()}
 PAIRS = [(program, "value_and_grad") for program in PROGRAMS if program != "attention"]
 PAIRS += [("attention", transform) for transform in TRANSFORMS]
+PAIRS += [("mlp", "vmap of all"), ("mlp", "vmap of grad of loss")]  # a bias
 
 
 @pytest.mark.parametrize(("program", "transform"), sorted(PAIRS))
@@ -74,16 +76,6 @@ def test_under_and_over(program, transform):
         assert relative_error(actual, expected) < bound
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_idempotent(program):
-    """amp(amp(f)) is amp(f), and so is amp(jit(amp(f)))."""
-    lower = functools.partial(amp, compute_dtype=HALVES[len(program) % 2])
-    once = lower(PROGRAMS[program])
-    expected, *found = run_all(once, lower(once), lower(jax.jit(once)))(W, X)
-    for actual in found:
-        assert relative_error(actual, expected) < 1e-6
-
-
 @both_halves
 def test_amp_in_amp(dtype):
     """The inner dtype holds inside, the outer one outside, `amp_stop` in between."""
@@ -98,11 +90,14 @@ def test_amp_in_amp(dtype):
     assert found == [(name, name) for name in wanted]
 
 
-def test_no_tracer_leaks(no_leaks):
+def test_no_tracer_leaks():
     """Nothing that amp keeps outlives its trace, in custom rules and loops either."""
     step = lambda h, x: (jax.nn.relu(h @ W + x), None)  # noqa: E731
     fn = jax.checkpoint(lambda x: lax.scan(step, x[0], x)[0])
-    jax.make_jaxpr(jax.grad(lambda x: amp(fn)(x).sum()))(X)
+    gc.collect()
+    gc.freeze()  # JAX collects garbage after each trace, and looks through all objects
+    with jax.checking_leaks():
+        jax.make_jaxpr(jax.grad(lambda x: amp(fn)(x).sum()))(X)
 
 
 # --- arguments, results, closures ----------------------------------------------------
@@ -164,7 +159,6 @@ def doubled(x):
 WEAK = jnp.full((4,), 0.3)
 WEAKLY_TYPED = {
     "product": (lambda w: jnp.stack([w, w]) @ w, WEAK),
-    "convolution": (lambda w: jnp.convolve(w, w), WEAK),
     "scatter": (lambda x: jnp.full((4,), 1e5).at[0].set(x[0]), jnp.ones(4)),
     "while": (doubled, WEAK),
     "numbers": (
@@ -219,7 +213,7 @@ def test_forced_scope_spares_what_cannot_be_lowered(chosen):
 
     def fn(w, k):
         with jax.named_scope("head"):
-            root = jnp.linalg.cholesky(w @ w.T + 4 * jnp.eye(SIZE))
+            root = jnp.linalg.cholesky(w @ w.T + 4 * jnp.eye(SIZE)).at[0].apply(jnp.sin)
             return root, jax.random.normal(k, (10_000,)), jax.random.bits(k)
 
     key = jax.random.key(7)
@@ -245,3 +239,55 @@ def test_amp_as_decorator():
     assert (plain.__name__, plain.__doc__) == ("plain", "Says something.")
     assert_all_in(plain, W, dtype=jnp.bfloat16, count=1)
     assert_all_in(other, W, dtype=jnp.float16, count=1)
+
+
+# --- in float32 `amp` is the identity, unless the policy asks for another dtype -------
+
+identity = functools.partial(amp, compute_dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_program_is_that_of_plain_jax(name):
+    fn = PROGRAMS[name]
+    actual, expected = (
+        jax.make_jaxpr(jax.grad(loss_of(f)))(W, X) for f in (identity(fn), fn)
+    )
+    assert str(actual) == str(expected)
+
+
+def test_the_function_runs_once_and_sees_its_arguments(count_traces):
+    seen = []
+
+    def fn(*args, **kwargs):
+        seen.append((args, kwargs))
+        return args, kwargs
+
+    args, kwargs = (W, "name", 3, None, np.ones(2)), {"key": len}
+    assert identity(fn)(*args, **kwargs) == (args, kwargs)
+    ((found_args, found_kwargs),) = seen
+    assert all(map(lambda x, y: x is y, found_args, args))
+    assert found_kwargs == kwargs
+
+    fn, traces = count_traces(PROGRAMS["mlp"])
+    jax.jit(jax.grad(loss_of(identity(fn))))(W, X)
+    assert traces() == 1
+
+
+# --- policies that ask for another dtype ---------------------------------------------
+
+
+@pytest.mark.parametrize("key", [lax.dot_general_p, "head"])
+def test_a_policy_may_ask_for_another_dtype(key):
+    def fn(w, x):
+        with jax.named_scope("head"):
+            return x @ w
+
+    lowered = identity(fn, amp_policy=default_amp_policy | {key: jnp.bfloat16})
+    assert_all_in(lowered, W, X, dtype=jnp.bfloat16, count=1)
+
+
+def test_the_tests_of_the_rewriter_rewrite():
+    """Their function for float32 is not the identity."""
+    seen = []
+    rewritten_in_float32(lambda w, x: seen.append(x) or x @ w)(W, X)
+    assert isinstance(seen[-1], jax.core.Tracer)
