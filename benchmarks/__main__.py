@@ -14,56 +14,63 @@ from typing import Any
 from benchmarks import models, request, results, variants
 from benchmarks.commands import compiled
 
-# command: (module, function, help)
-COMMANDS = {
-    "tpu": ("commands.compiled", "run_tpu", "compiled for a TPU (needs libtpu)"),
-    "gpu-aot": ("commands.compiled", "run_gpu", "compiled for a GPU (CUDA plugin)"),
-    "mesh": ("commands.compiled", "run_mesh", "FSDP on 256 described chips"),
-    "fp8": ("commands.compiled", "run_fp8", "matmuls in fp8, compiled"),
-    "gpu": ("commands.gpu", "run", "measured on the GPU that is here"),
-    "host": ("commands.host", "run", "tracing and lowering on the CPU"),
-    "error": ("commands.error", "run", "error of the gradients, on the CPU"),
-    "step": ("commands.step", "run", "what make_train_step adds to a step by hand"),
-    "soak": ("commands.soak", "run", "a long run with kills, bad batches and damage"),
-    "corpus": ("commands.corpus", "run", "programs of other packages, and their twins"),
-    "convergence": ("commands.convergence", "run", "whole runs in each precision"),
-    "report": ("report", "run", "writes tables and plots of all results"),
-}
-
-
-# Options of one command, as `add_argument` takes them
-_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
-    "tpu": {"--target": dict(choices=[*compiled.TPUS], default="v5e")},
-    "gpu-aot": {"--target": dict(choices=[*compiled.GPUS], default="h200")},
-    "fp8": {"--target": dict(choices=[*compiled.TPUS, "h200"], default="tpu7x")},
-    "gpu": {
-        "--platform": dict(default="cuda", help="cpu tries the command out"),
-        "--rounds": dict(type=int, default=30, help="turns of each variant"),
-    },
-    "soak": {
-        "--steps": dict(type=int, default=50_000, help="length of the run"),
-        "--seed": dict(type=int, default=0, help="of batches, faults and kills"),
-    },
-    "corpus": {
-        "--only": dict(default="", help="parts of PACKAGE/NAME, as A,B"),
-    },
-    "convergence": {
-        "--tasks": dict(default="", help="some of the tasks, as A,B"),
-        "--ways": dict(default="", help="some of the precisions, as A,B"),
-        "--seeds": dict(type=int, default=3, help="float32 may have more"),
-    },
-    "step": {"--rounds": dict(type=int, default=100, help="turns of each way")},
+# command: (module, function, help, options of its own as `add_argument` takes them)
+COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "tpu": (
+        *("commands.compiled", "run_tpu", "compiled for a TPU (needs libtpu)"),
+        {"--target": dict(choices=[*compiled.TPUS], default="v5e")},
+    ),
+    "gpu-aot": (
+        *("commands.compiled", "run_gpu", "compiled for a GPU (CUDA plugin)"),
+        {"--target": dict(choices=[*compiled.GPUS], default="h200")},
+    ),
+    "mesh": ("commands.compiled", "run_mesh", "FSDP on 256 described chips", {}),
+    "fp8": (
+        *("commands.compiled", "run_fp8", "matmuls in fp8, compiled"),
+        {"--target": dict(choices=[*compiled.TPUS, "h200"], default="tpu7x")},
+    ),
+    "gpu": (
+        *("commands.gpu", "run", "measured on the GPU that is here"),
+        {
+            "--platform": dict(default="cuda", help="cpu tries the command out"),
+            "--rounds": dict(type=int, default=30, help="turns of each variant"),
+        },
+    ),
+    "host": ("commands.host", "run", "tracing and lowering on the CPU", {}),
+    "error": ("commands.error", "run", "error of the gradients, on the CPU", {}),
+    "step": (
+        *("commands.step", "run", "what make_train_step adds to a step by hand"),
+        {"--rounds": dict(type=int, default=100, help="turns of each way")},
+    ),
+    "soak": (
+        *("commands.soak", "run", "a long run with kills, bad batches and damage"),
+        {
+            "--steps": dict(type=int, default=50_000, help="length of the run"),
+            "--seed": dict(type=int, default=0, help="of batches, faults and kills"),
+        },
+    ),
+    "corpus": (
+        *("commands.corpus", "run", "programs of other packages"),
+        {"--only": dict(default="", help="parts of PACKAGE/NAME, as A,B")},
+    ),
+    "convergence": (
+        *("commands.convergence", "run", "whole runs in each precision"),
+        {
+            "--tasks": dict(default="", help="some of the tasks, as A,B"),
+            "--ways": dict(default="", help="some of the precisions, as A,B"),
+            "--seeds": dict(type=int, default=3, help="float32 may have more"),
+        },
+    ),
+    "report": ("report", "run", "writes the tables and the plot of all results", {}),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command of the command line, by default that of this process."""
     options = vars(parser().parse_args(arguments))
-    module, function, _ = COMMANDS[options.pop("command")]
+    module, function, *_ = COMMANDS[options.pop("command")]
     common = ("models", "variants", "size", "folder", "resume")
-    asked = request.Request(
-        options=dict(options.pop("option")), **{key: options.pop(key) for key in common}
-    )
+    asked = request.Request(**{key: options.pop(key) for key in common})
     getattr(importlib.import_module(f"benchmarks.{module}"), function)(asked, **options)
 
 
@@ -74,27 +81,22 @@ def parser() -> argparse.ArgumentParser:
     for flag, known in (("--models", models.NAMES), ("--variants", variants.NAMES)):
         text = f"of {', '.join(known)}"
         add(flag, type=_names(known), default=(), metavar="A,B", help=text)
-    text = "a keyword for amp or make_train_step"
-    options = dict(type=request.parse_option, default=[], metavar="KEY=VALUE")
-    add("--option", action="append", **options, help=text)
     add("--size", choices=models.SIZES, default="full")
     text = "leave out what was measured with the same versions and sources"
     add("--resume", action="store_true", help=text)
-    text = "where the figures are kept"
-    add(
-        "--results", type=pathlib.Path, dest="folder", default=results.FOLDER, help=text
-    )
+    where: Any = dict(type=pathlib.Path, dest="folder", default=results.FOLDER)
+    add("--results", **where, help="where the figures are stored")
     made = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = made.add_subparsers(dest="command", required=True)
-    for name, (_, _, text) in COMMANDS.items():
+    for name, (_, _, text, flags) in COMMANDS.items():
         command = commands.add_parser(
             name, parents=[common], help=text, description=text
         )
-        for flag, given in _FLAGS.get(name, {}).items():
+        for flag, given in flags.items():
             command.add_argument(flag, **given)
     return made
 

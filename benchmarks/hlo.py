@@ -1,10 +1,12 @@
 """Figures of a compiled step, read from the text of its optimised HLO module.
 
-Every figure counts an instruction as often as the loops around it turn, which XLA's
+Every figure counts an instruction as often as the loops around it run, which XLA's
 own `cost_analysis` does not. It also counts an asynchronous copy twice; here it counts
 once.
 """
 
+import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -80,14 +82,8 @@ def _is_free(instruction: Instruction) -> bool:
     return free or instruction.target in _NOT_LAUNCHED
 
 
-def collective_kind(instruction: Instruction) -> str:
-    """Returns what collective an instruction is, or an empty string."""
-    kind = instruction.opcode.removesuffix("-start")
-    return kind if kind in _COLLECTIVES else ""
-
-
-def _exchanged(module: Module) -> list[dict[str, Any]]:
-    """Returns the bytes that one device sends or receives, by collective and dtype.
+def _exchanged(module: Module) -> str:
+    """Returns the MB that one device sends or receives, by collective and dtype.
 
     A TPU splits an asynchronous collective over several fusions of one channel, which
     count once.
@@ -95,18 +91,16 @@ def _exchanged(module: Module) -> list[dict[str, Any]]:
     moved: Counter[tuple[str, str]] = Counter()
     seen = set()
     for instruction, count in module.instructions(fused=True):
-        kind = collective_kind(instruction)
+        kind = instruction.opcode.removesuffix("-start")
         channel = kind, instruction.find(r"channel_id=(\d+)") or instruction
-        if not kind or channel in seen:
+        if kind not in _COLLECTIVES or channel in seen:
             continue
         seen.add(channel)
         read = [shape for o in instruction.operands for shape in o.shapes]
         for shape in max(read, _results(instruction), key=_unpadded):
             moved[kind, shape.dtype] += count * shape.bytes
-    return [
-        {"kind": kind, "dtype": dtype, "bytes": total}
-        for (kind, dtype), total in sorted(moved.items())
-    ]
+    texts = [f"{kind} {dtype} {n / 1e6:.1f}" for (kind, dtype), n in moved.items()]
+    return ", ".join(sorted(texts))
 
 
 # Bytes: operands and results of what is run by itself, padded to tiles as layouts say,
@@ -185,3 +179,62 @@ def _part(part: Shape, whole: Shape) -> int:
 
 def _unpadded(shapes: Iterable[Shape]) -> int:
     return sum(shape.bytes for shape in shapes)
+
+
+# --- matmuls in fp8 ------------------------------------------------------------------
+
+# Of an H200, per second: bytes, and operations of dense matmuls by the bits of the
+# wider one of their factors, as its data sheet tells them
+_BYTES = 4.8e12
+_OPERATIONS = {8: 1979e12, 16: 989e12, 32: 494e12}
+
+
+def fp8_figures(text: str) -> dict[str, Any]:
+    """Returns the matmuls of two factors in fp8 of a program, and its roofline.
+
+    A GPU that is not here has no estimate of a time. Its roofline stands for it: the
+    sum over kernels of the time for their bytes or for their matmuls, whichever is
+    longer.
+    """
+    module = parse(text)
+    dots = [(dot, n) for dot, n in module.instructions(fused=True) if _is_dot(dot)]
+    seconds = sum(n * _seconds(kernel) for kernel, n in launches(module))
+    return {
+        "fp8_matmuls": sum(n for dot, n in dots if _bits(dot) == 8),
+        "roofline_ms": 1e3 * seconds,
+    }
+
+
+def _is_dot(instruction: Instruction) -> bool:
+    is_gemm = instruction.opcode == "custom-call" and re.match(
+        r"__(cublas|cudnn)", instruction.target
+    )
+    return bool(is_gemm) or instruction.opcode in ("dot", "convolution")
+
+
+def _bits(dot: Instruction) -> int:
+    """Returns the bits of the wider one of the two factors."""
+    factors = [operand.shapes[0] for operand in dot.operands[:2]]
+    return max(8 * Shape(factor.dtype, ()).bytes for factor in factors)
+
+
+def _seconds(kernel: Instruction) -> float:
+    """Returns the time of a kernel; convolutions, of patches only, count as bytes."""
+    inside = [kernel]
+    if kernel.opcode in FUSIONS:
+        inside = [*kernel.fused.instructions.values()]
+    dots = [i for i in inside if _is_dot(i) and i.opcode != "convolution"]
+    computing = sum(_operations(dot) / _OPERATIONS[_bits(dot)] for dot in dots)
+    return max(bytes_accessed(kernel) / _BYTES, computing)
+
+
+def _operations(dot: Instruction) -> int:
+    """Returns the operations of a matmul: two for each term."""
+    found = re.search(
+        r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', dot.attributes
+    )
+    if found is None:
+        return 0
+    dims = dot.operands[0].shapes[0].dims
+    terms = math.prod(dims[int(axis)] for axis in re.findall(r"\d+", found[1]))
+    return 2 * terms * math.prod(dot.shapes[0].dims)

@@ -1,7 +1,6 @@
 """Peer packages: jmp, mpx and jaxamp, each used as its README says.
 
-All three are optional. A missing one raises `ImportError` when its variant is made, and
-no earlier.
+All three are optional.
 """
 
 import importlib
@@ -14,6 +13,8 @@ from jax.typing import DTypeLike
 
 PyTree = Any
 Loss = Callable[..., tuple[Any, PyTree]]
+
+NAMES = ("jmp", "mpx", "jaxamp")
 
 
 def jmp_loss(loss: Loss, dtype: DTypeLike) -> Loss:

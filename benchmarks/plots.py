@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.results import Results
-from benchmarks.sections import SECTIONS
 from benchmarks.show import can_draw, drawn
 
 _MODELS = {
@@ -21,19 +20,19 @@ _VARIANTS = {
     "hand_bf16": ("cast by hand", "#E69F00"),
     "amp_bf16": ("flax_amp", "#0072B2"),
 }
-_PANELS = {"est. time": "estimated time of a step", "temp MB": "temporary memory"}
+_PANELS = {"estimated_time": "estimated time of a step", "temp_mb": "temporary memory"}
 
 
 def draw_gain(found: Sequence[Results], path: pathlib.Path) -> None:
     """Draws time and memory of a step on a TPU v5e, as percentages of float32."""
-    results = [r for r in found if (r.command, r.target, r.size) == _DRAWN]
-    if not results or not can_draw():
+    drawable = [r for r in found if (r.command, r.target, r.size) == _DRAWN]
+    if not drawable or not can_draw():
         return
-    cells = {m: c for m, c in results[-1].models() if {*_VARIANTS} <= {*c}}
+    cells = {m: c for m, c in drawable[-1].models() if {*_VARIANTS} <= {*c}}
     with drawn(path, (9.6, 4.6), dpi=110) as figure:
         axes = figure.subplots(1, 2, sharey=True)
-        for axis, (column, title) in zip(axes, _PANELS.items(), strict=True):
-            _bars(axis, column, {m: cells[m] for m in _MODELS if m in cells})
+        for axis, (key, title) in zip(axes, _PANELS.items(), strict=True):
+            _bars(axis, key, {m: cells[m] for m in _MODELS if m in cells})
             axis.set_title(f"{title}, % of float32", fontsize=11, loc="left")
         figure.suptitle("One training step, compiled for a TPU v5e", fontsize=12)
 
@@ -41,18 +40,17 @@ def draw_gain(found: Sequence[Results], path: pathlib.Path) -> None:
 _DRAWN = ("tpu", "v5e", "full")
 
 
-def _bars(axis: Any, title: str, models: dict[str, Any]) -> None:
+def _bars(axis: Any, key: str, models: dict[str, Any]) -> None:
     """Draws the variants of each model below each other; the first has their names."""
-    column = next(c for c in SECTIONS["tpu"].columns if c.title == title)
     text: Any = dict(va="center", fontsize=9, color="#333333", zorder=3)
     text["bbox"] = dict(facecolor="white", edgecolor="none", pad=0.8)
     for index, cells in enumerate(models.values()):
         for place, (variant, (name, colour)) in enumerate(_VARIANTS.items()):
             y = index + 0.28 * (place - 1)
-            share = 100 * (column.ratio_to(cells[variant], cells["float32"]) or 0)
-            axis.barh(y, share, 0.25, color=colour)
-            label = f"{share:.0f}" if index else f"{share:.0f}  {name}"
-            axis.text(share + 1.5, y, label, **text)
+            percent = 100 * cells[variant][key] / cells["float32"][key]
+            axis.barh(y, percent, 0.25, color=colour)
+            label = f"{percent:.0f}" if index else f"{percent:.0f}  {name}"
+            axis.text(percent + 1.5, y, label, **text)
     axis.set(xlim=(0, 150), yticks=range(len(models)))
     axis.set_yticklabels([_MODELS[m] for m in models], fontsize=10)
     axis.set_ylim(len(models) - 0.5, -0.5)

@@ -1,29 +1,21 @@
 """What a command was asked to measure, and the loop over the cells that it measures."""
 
-import argparse
-import ast
 import dataclasses
 import gc
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 from benchmarks import models, variants
-from benchmarks.results import Results
-from benchmarks.sections import SECTIONS
-from benchmarks.softmax import is_in_half
+from benchmarks.results import FOLDER, Results
+from benchmarks.tables import SECTIONS
 from benchmarks.variants import Training
 
 MODELS = tuple(name for name in models.NAMES if name not in models.OTHERS)
-FLOAT16 = ("hand_fp16", "amp_fp16")
-FP8 = ("amp_fp8", "amp_fp8_all", "flax_fp8")
-# These run if they are asked for, or in a command of their own.
-_ELSEWHERE = (*FLOAT16, *FP8, *variants.STATES, "amp_fp8_emulated", "twin_bf16")
-BFLOAT16 = tuple(name for name in variants.NAMES if name not in _ELSEWHERE)
 
 Figures = dict[str, Any]
 Cells = list[tuple[str, list[str]]]  # models with their variants
@@ -35,9 +27,8 @@ class Request:
 
     models: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     size: str = "full"
-    folder: pathlib.Path = pathlib.Path("benchmarks/results")
+    folder: pathlib.Path = FOLDER
     resume: bool = False
 
     def cells(self, models: Iterable[str], names: Iterable[str]) -> Cells:
@@ -45,31 +36,19 @@ class Request:
 
         Without softmax in half precision a hand-set model has no `smcast_bf16`.
         """
-        missing = {v: variants.reason_missing(v) for v in self.variants or names}
-        for name, why in missing.items():
-            if why:
-                print(f"{name} is left out: {why}", flush=True)
-        found = [name for name, why in missing.items() if why is None]
-        without = [name for name in found if name != "smcast_bf16"]
+        asked = self.variants or names
+        for package in filter(None, map(variants.missing_package, asked)):
+            print(f"{package} is not installed, and left out", flush=True)
+        found = [name for name in asked if variants.missing_package(name) is None]
+        plain = [name for name in found if name != "smcast_bf16"]
         return [
-            (model, without if without == found or not is_in_half(model) else found)
+            (model, found if model in variants.SOFTMAX_IN_HALF else plain)
             for model in self.models or models
         ]
 
-    def label(self, variant: str) -> str:
-        """Returns the name of a variant together with its options."""
-        options = self._options_of(variant).items()
-        listed = ",".join(f"{key}={value}" for key, value in options)
-        return f"{variant}[{listed}]" if listed else variant
-
     def training(self, variant: str, model: str) -> Training:
-        """Makes the training of a cell, with its options."""
-        options = self._options_of(variant)
-        return variants.training(variant, model, self.size, **options)
-
-    def _options_of(self, variant: str) -> Mapping[str, Any]:
-        """Returns all options for a variant of flax_amp, and none for others."""
-        return self.options if variant.startswith("amp_") else {}
+        """Makes the training of a cell."""
+        return variants.training(variant, model, self.size)
 
 
 Measure = Callable[[str, list[str]], Iterable[tuple[str, Figures]]]
@@ -91,12 +70,11 @@ def run_cells(
     results = Results.open(asked.folder, command, target, asked.size)
     for model, names in asked.cells(models, variants):
         if asked.resume:
-            names = [n for n in names if not results.has(model, asked.label(n))]
+            names = [n for n in names if not results.has(model, n)]
         for name, figures in measure(model, names) if names else ():
-            label = asked.label(name)
-            results.put(model, label, figures)
+            results.put(model, name, figures)
             line = SECTIONS[command].line(figures)
-            print(f"{model:17}{label:24} {line}", flush=True)
+            print(f"{model:17}{name:18} {line}", flush=True)
             free_memory()
 
 
@@ -129,14 +107,3 @@ def reason(error: BaseException) -> str:
     text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
     text = re.sub(r"(?<![\w.])(?:/[\w.+-]+)+/(?=[\w.+-]+)", "", text)
     return text if len(text) <= 240 else text[:237] + "..."
-
-
-def parse_option(text: str) -> tuple[str, Any]:
-    """Reads "key=value"; a value that is no Python literal is a string."""
-    key, separator, value = text.partition("=")
-    if not (key.isidentifier() and separator and value):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected such as recompute=False")
-    try:
-        return key, ast.literal_eval(value)
-    except (SyntaxError, ValueError):
-        return key, value

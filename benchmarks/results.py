@@ -4,9 +4,10 @@
      "runs": [{"command": "python -m benchmarks tpu", "date": ..., "versions": ...}],
      "cells": {"mlp": {"amp_bf16": {"run": 0, "temp_mb": 135.2, ...}}}}
 
-A cell is one variant of one model. It is written as soon as it is measured and replaces
-an older one, so that a run may be interrupted, or repeated for some cells only. Each
-cell names the run that it comes from.
+A cell is one variant of one model: for the corpus a program, for the convergence a
+precision and a seed of a task. It is written as soon as it is measured and replaces an
+older one, so that a run may be interrupted, or repeated for some cells only. Each cell
+names the run that it comes from.
 """
 
 import dataclasses
@@ -67,35 +68,36 @@ class Results:
         """Yields each model and its cells by variant, in a fixed order."""
         for model in _ordered(self.cells, models.NAMES):
             cells = self.cells[model]
-            labels = _ordered(cells, variants.NAMES)
-            yield model, {label: cells[label] for label in labels}
+            yield model, {name: cells[name] for name in _ordered(cells, variants.NAMES)}
+
+    def made_with(self) -> str:
+        """Returns the dates, the machines and the versions behind the figures."""
+        used = {cell["run"] for cells in self.cells.values() for cell in cells.values()}
+        dates: dict[str, set[str]] = {}
+        for run in (self.runs[index] for index in sorted(used)):
+            versions = ", ".join(f"{k} {v}" for k, v in sorted(run["versions"].items()))
+            text = re.sub(r" \(sources \w+\)", "", f"{run['machine']}; {versions}")
+            dates.setdefault(text, set()).add(run["date"][:10])
+        lines = [f"- {', '.join(sorted(x))}, {text}" for text, x in dates.items()]
+        return "\n".join(lines)
 
     def _write(self) -> None:
-        kept = ("command", "target", "size", "runs", "cells")
-        write_json(self.path, {key: getattr(self, key) for key in kept})
+        """Replaces the file at once, or not at all; a list of numbers is one line."""
+        stored = ("command", "target", "size", "runs", "cells")
+        text = json.dumps({key: getattr(self, key) for key in stored}, indent=1)
+        text = re.sub(r"\[[\d\s,.e+-]*\]", lambda m: " ".join(m[0].split()), text)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(text + "\n")
+        os.replace(partial, self.path)
 
 
 def read_all(folder: pathlib.Path) -> list[Results]:
-    """Reads the files that hold cells in a folder, in the order of their names."""
-    found = {path: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    return [
-        Results(path, **content)
-        for path, content in sorted(found.items())
-        if "cells" in content  # the runs that train to the end have a form of their own
-    ]
+    """Reads the files of a folder, in the order of their names."""
+    paths = sorted(folder.glob("*.json"))
+    return [Results(path, **json.loads(path.read_text())) for path in paths]
 
 
-def _ordered(labels: Iterable[str], known: Sequence[str]) -> list[str]:
-    """Sorts as the names are listed; a name with options comes after the name."""
-    places = {name: place for place, name in enumerate(known)}
-    return sorted(labels, key=lambda x: (places.get(x.split("[")[0], len(known)), x))
-
-
-def write_json(path: pathlib.Path, content: Any) -> None:
-    """Replaces a file at once, or not at all. A list of numbers stands in one line."""
-    text = json.dumps(content, indent=1)
-    text = re.sub(r"\[[\d\s,.e+-]*\]", lambda m: " ".join(m[0].split()), text)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(text + "\n")
-    os.replace(partial, path)
+def _ordered(names: Iterable[str], known: Sequence[str]) -> list[str]:
+    """Sorts as the names are listed."""
+    return sorted(names, key=known.index)

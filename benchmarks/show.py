@@ -49,12 +49,3 @@ def drawn(path: pathlib.Path, size: tuple[float, float], dpi: int) -> Iterator[A
     figure = Figure(figsize=size, layout="constrained")
     yield figure
     figure.savefig(path, dpi=dpi, facecolor="white", metadata={"Software": None})
-
-
-def legend_below(figure: Any, order: Sequence[str]) -> Any:
-    """Puts one legend for all panels below them; returns it."""
-    pairs = [axes.get_legend_handles_labels() for axes in figure.axes]
-    found = {label: handle for pair in pairs for handle, label in zip(*pair)}  # noqa: B905
-    labels = [label for label in order if label in found]
-    where: Any = dict(loc="outside lower center", ncols=len(labels), frameon=False)
-    return figure.legend([found[label] for label in labels], labels, **where)

@@ -1,10 +1,7 @@
-"""Work that takes turns, and steps that are timed."""
+"""Work that takes turns."""
 
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
-
-import jax
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -23,24 +20,3 @@ def in_turns(
             now = (turn + i) % len(calls)
             found[now].append(calls[now]())
     return [each[warm_up:] for each in found]
-
-
-class Running:
-    """A compiled step on a device; `told` is what its last call returned with a carry.
-
-    It donates its carry.
-    """
-
-    def __init__(self, step: Callable[..., Any], carry: Any, batch: Any) -> None:
-        self._carry, self._batch = carry, batch
-        self.told: Any = None
-        jitted = jax.jit(step, donate_argnums=0)
-        self.compiled = jitted.lower(carry, batch).compile()
-
-    def seconds(self, steps: int = 1) -> float:
-        """Takes steps and waits for the device; returns the seconds."""
-        began = time.perf_counter()
-        for _ in range(steps):
-            self._carry, self.told = self.compiled(self._carry, self._batch)
-        jax.block_until_ready((self._carry, self.told))
-        return time.perf_counter() - began

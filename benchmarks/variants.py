@@ -4,26 +4,27 @@ The optimizer, the skipping of steps that are not finite, and the form of the st
 the same for all of them; they differ in how they get their gradients.
 """
 
-import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DotGeneral
 from flax.training.dynamic_scale import DynamicScale
+from flax.training.train_state import TrainState
 from jax.typing import DTypeLike
 
 import flax_amp
-from benchmarks import peers, softmax
+from benchmarks import peers
 from benchmarks.models import Problem, problem
-from benchmarks.twin import cast_products
 from flax_amp import optim
 
 PyTree = Any
+Loss = Callable[..., Any]
 
 OPTIMIZER = optax.adamw(1e-3)
 
@@ -63,24 +64,16 @@ class Training(NamedTuple):
         return carry, jax.eval_shape(self.problem.batch, key)
 
 
-def training(variant: str, model: str, size: str = "full", **options: Any) -> Training:
-    """Makes the training step of a variant of a model.
-
-    The variants `amp_*` pass further options to `flax_amp.amp` or `make_train_step`,
-    the others take none. A missing package is an `ImportError`.
-    """
-    if variant not in _BUILDERS:
-        raise ValueError(f"training: got {variant!r}; expected one of {NAMES}.")
-    return _BUILDERS[variant](model, size, **options)
+def training(variant: str, model: str, size: str = "full") -> Training:
+    """Makes the training step of a variant of a model."""
+    return _BUILDERS[variant](model, size)
 
 
-def reason_missing(variant: str) -> str | None:
-    """Returns why a variant cannot run here, or None if it can."""
-    try:
-        training(variant, "mlp", "tiny")
-    except ImportError as error:
-        return str(error)
-    return None
+def missing_package(variant: str) -> str | None:
+    """Returns the package of others that a variant needs and that is not installed."""
+    package = variant.removesuffix("_bf16")
+    is_there = package not in peers.NAMES or importlib.util.find_spec(package)
+    return None if is_there else package
 
 
 def _training(
@@ -115,12 +108,11 @@ def _of_loss(
     model: str,
     size: str,
     dtype: DTypeLike | None = None,
-    wrap: Callable[..., Any] = lambda loss: loss,
-    **options: Any,
+    wrap: Callable[[Loss], Loss] = lambda loss: loss,
 ) -> Training:
     """Differentiates the loss of a model, as it is or in a package's function."""
     task = problem(model, size, dtype)
-    grad = jax.value_and_grad(wrap(task.loss, **options), has_aux=True)
+    grad = jax.value_and_grad(wrap(task.loss), has_aux=True)
 
     def gradients(params, others, _, batch):
         (value, others), grads = grad(params, others, batch)
@@ -133,8 +125,7 @@ def _scaled(
     model: str,
     size: str,
     dtype: DTypeLike | None = None,
-    wrap: Callable[..., Any] = lambda loss: loss,
-    **options: Any,
+    wrap: Callable[[Loss], Loss] = lambda loss: loss,
 ) -> Training:
     """A loss with Flax's `DynamicScale`, as in its ImageNet example.
 
@@ -142,7 +133,7 @@ def _scaled(
     gradients to compare are those of the first scale at which they are finite.
     """
     task = problem(model, size, dtype)
-    scaled = wrap(task.loss, **options)
+    scaled = wrap(task.loss)
 
     def gradients(params, others, scaler, batch):
         grad = scaler.value_and_grad(scaled, has_aux=True)
@@ -169,37 +160,112 @@ def _scaled(
     return _training(task, gradients, scaler)._replace(gradients=compared)
 
 
-def _flax_fp8(model: str, size: str) -> Training:
-    """A hand-set model whose Dense layers in bfloat16 have the matmuls of Flax in fp8.
+def _amp_step(
+    model: str,
+    size: str,
+    precision: flax_amp.Precision,
+    tx: Any = OPTIMIZER,
+    param_dtype: DTypeLike = jnp.float32,
+) -> Training:
+    """`flax_amp.make_train_step` on an `AmpTrainState`, which is all of the carry.
 
-    Their statistics become what their gradients are, as in Flax's `TrainState`. The
-    router of experts is in float32 and stays so.
+    The step keeps its gradients; those to compare are of the same loss, scaled as the
+    hand-set model's.
     """
-    task = problem(model, size, _BF16)
+    task = problem(model, size)
+    compared = _scaled if precision == "16-mixed" else _of_loss
+    wrap = functools.partial(flax_amp.amp, precision=precision)
 
-    def set_matmuls(call, args, kwargs, context):
-        layer = context.module
-        if isinstance(layer, nn.Dense | nn.DenseGeneral) and layer.dtype == _BF16:
-            # A module refuses to be changed.
-            object.__setattr__(layer, "dot_general_cls", Fp8DotGeneral)
-        return call(*args, **kwargs)
+    def loss_fn(params, batch, *, state):
+        loss, others = task.loss(params, state.variables, batch)
+        return loss, {"variables": others}
 
-    def in_fp8(function):
-        def changed(*args):
-            with nn.intercept_methods(set_matmuls):
-                return function(*args)
+    train_step = flax_amp.make_train_step(
+        loss_fn, has_aux=True, jit=False, donate=False
+    )
 
-        return changed
+    def start(variables):
+        others = dict(variables)
+        return flax_amp.AmpTrainState.create(
+            params=others.pop("params"),
+            variables=others,
+            tx=tx,
+            param_dtype=param_dtype,
+            precision=precision,
+        )
 
-    task = dataclasses.replace(task, init=in_fp8(task.init), loss=in_fp8(task.loss))
-    grad = jax.value_and_grad(task.loss, argnums=(0, 1), has_aux=True)
+    def step(carry, batch):
+        carry, told = train_step(carry, batch)
+        return carry, told["loss"]
 
-    def gradients(params, others, _, batch):
-        (value, new), (grads, of_others) = grad(params, others, batch)
-        name = OVERWRITE_WITH_GRADIENT
-        return Result(value, {**new, name: of_others[name]}, grads)
+    return Training(task, step, start, compared(model, size, wrap=wrap).gradients)
 
-    return _training(task, gradients)
+
+class Guarded(TrainState):
+    """What a loop stores that guards its gradients by hand, as flax_amp does."""
+
+    variables: PyTree
+    scaler: PyTree
+    in_a_row: jax.Array
+    total: jax.Array
+    last_finite: jax.Array
+
+    @classmethod
+    def new(cls, params: PyTree, variables: PyTree, tx: Any) -> "Guarded":
+        return cls.create(
+            apply_fn=None,
+            params=params,
+            tx=tx,
+            variables=variables,
+            scaler=flax_amp.no_scaler(),
+            in_a_row=jnp.int32(0),
+            total=jnp.int32(0),
+            last_finite=jnp.array(True),
+        )
+
+
+def guarded_step(loss: Loss, state: Guarded, batch: PyTree) -> tuple[Guarded, PyTree]:
+    """A step with a scale, one decision, one select and the counters of skips.
+
+    `loss(params, variables, batch)` returns `(value, variables)`.
+    """
+    scale = state.scaler["scaler"]
+
+    def scaled(params: PyTree) -> tuple[jax.Array, PyTree]:
+        value, variables = loss(params, state.variables, batch)
+        return value * scale, (value, variables)
+
+    grads, (value, variables) = jax.grad(scaled, has_aux=True)(state.params)
+    grads = jax.tree.map(lambda g: g * (1 / scale), grads)
+    square = optax.tree.norm(grads, squared=True)
+    forward, backward = jnp.isfinite(value), jnp.isfinite(square)
+    finite = forward & backward
+    new = state.apply_gradients(grads=grads, variables=variables)
+    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state).replace(
+        step=new.step,
+        scaler=flax_amp.update_scaler(state.scaler, backward, loss_finite=forward),
+        in_a_row=jnp.where(finite, 0, state.in_a_row + 1),
+        total=jnp.where(finite, state.total, state.total + 1),
+        last_finite=finite,
+    )
+    told = {"loss": value, "grad_norm": jnp.sqrt(square), "grads_finite": finite}
+    told |= {"scaler": new.scaler["scaler"], "skipped_total": new.total}
+    return new, told
+
+
+def _guarded(model: str, size: str) -> Training:
+    """The same as `_amp_step`, by hand."""
+    task, plain = problem(model, size), _of_loss(model, size, wrap=_amp)
+
+    def start(variables):
+        others = dict(variables)
+        return Guarded.new(others.pop("params"), others, OPTIMIZER)
+
+    def step(carry, batch):
+        carry, told = guarded_step(_amp(task.loss), carry, batch)
+        return carry, told["loss"]
+
+    return Training(task, step, start, plain.gradients)
 
 
 def _mpx(model: str, size: str) -> Training:
@@ -212,89 +278,71 @@ def _mpx(model: str, size: str) -> Training:
     )
 
 
-def _amp_step(
-    model: str,
-    size: str,
-    dtype: DTypeLike,
-    scaling: bool,
-    tx: Any = OPTIMIZER,
-    param_dtype: DTypeLike = jnp.float32,
-    **options: Any,
-) -> Training:
-    """`flax_amp.make_train_step` on an `AmpTrainState`, which is all of the carry.
+# --- the softmax of an expert --------------------------------------------------------
 
-    The step keeps its gradients; those to compare are of the same loss, scaled as the
-    hand-set model's.
+
+# Models that by hand compute a softmax in half precision
+SOFTMAX_IN_HALF = frozenset(
+    "vit_s16 gpt_scan gpt_scan_noremat gpt_fsdp moe bert t5 unet dit swin".split()
+)
+
+
+def softmax_in_float32(loss: Loss) -> Loss:
+    """Casts the scores of each half-precision softmax up, and its result back.
+
+    One that is written out, or that casts its scores itself, stays as it is.
     """
-    task = problem(model, size)
-    compared = _scaled if scaling else _of_loss
+    softmax = jax.nn.softmax
 
-    # With `state` and `variables` the same function serves Linen and NNX: both are
-    # pure functions of dicts here.
-    def loss_fn(params, batch, *, state):
-        loss, others = task.loss(params, state.variables, batch)
-        return loss, {"variables": others}
+    def cast(scores: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        if scores.dtype not in (jnp.bfloat16, jnp.float16):
+            return softmax(scores, *args, **kwargs)
+        wide = softmax(scores.astype(jnp.float32), *args, **kwargs)
+        return wide.astype(scores.dtype)
 
-    rewrite = flax_amp.amp(compute_dtype=dtype, **options) if options else None
-    train_step = flax_amp.make_train_step(
-        rewrite(loss_fn) if rewrite else loss_fn, has_aux=True, jit=False, donate=False
-    )
+    def changed(*args: Any) -> Any:
+        replaced = functools.partial(mock.patch.object, attribute="softmax", new=cast)
+        with replaced(jax.nn), replaced(nn):
+            return loss(*args)
 
-    def start(variables):
-        others = dict(variables)
-        return flax_amp.AmpTrainState.create(
-            params=others.pop("params"),
-            variables=others,
-            tx=tx,
-            param_dtype=param_dtype,
-            precision="16-mixed" if scaling else "bf16-mixed",
-        )
+    return changed
 
-    def step(carry, batch):
-        carry, metrics = train_step(carry, batch)
-        return carry, metrics["loss"]
 
-    def gradients(*args):
-        made = compared(model, size, wrap=flax_amp.amp, compute_dtype=dtype, **options)
-        return made.gradients(*args)
-
-    return Training(task, step, start, gradients)
-
+# --- the table -----------------------------------------------------------------------
 
 _BF16, _F16 = jnp.bfloat16, jnp.float16
 _partial = functools.partial
-_amp = _partial(_of_loss, wrap=flax_amp.amp, compute_dtype=_BF16)
-_bf16_step = _partial(_amp_step, dtype=_BF16, scaling=False)
+_amp = _partial(flax_amp.amp, compute_dtype=_BF16)
+# Matmuls of all scopes run in fp8 at any size, with its numbers on any device.
+_EMULATED = flax_amp.default_amp_policy | {"*": flax_amp.use_fp8(emulate=True)}
+_bf16_step = _partial(_amp_step, precision="bf16-mixed")
 _small_step = _partial(_bf16_step, tx=optim.small_state(OPTIMIZER))
-
-
-def _everywhere(emulate: bool) -> dict[Any, Any]:
-    """Returns a policy of all scopes: their matmuls run in fp8 at any size."""
-    recipe: Any = flax_amp.use_fp8(emulate=emulate)
-    return flax_amp.default_amp_policy | {"*": recipe}
-
+# The device that a step is compiled for is not asked whether it has such matmuls.
+_fp8 = _partial(_amp, matmul_dtype=flax_amp.use_fp8(emulate=False))
 
 _BUILDERS: dict[str, Callable[..., Training]] = {
     "float32": _of_loss,
     "hand_bf16": _partial(_of_loss, dtype=_BF16),
-    "smcast_bf16": _partial(_of_loss, dtype=_BF16, wrap=softmax.in_float32),
-    "amp_bf16": _amp,
-    "twin_bf16": _partial(_of_loss, wrap=_partial(cast_products, dtype=_BF16)),
-    # The device that a step is compiled for is not asked whether it has such matmuls.
-    "amp_fp8": _partial(_amp, matmul_dtype=flax_amp.use_fp8(emulate=False)),
-    "amp_fp8_all": _partial(_amp, amp_policy=_everywhere(emulate=False)),
-    "flax_fp8": _flax_fp8,
+    "smcast_bf16": _partial(_of_loss, dtype=_BF16, wrap=softmax_in_float32),
+    "amp_bf16": _partial(_of_loss, wrap=_amp),
+    "amp_fp8": _partial(_of_loss, wrap=_fp8),
     "amp_step_bf16": _bf16_step,
+    "guarded_bf16": _guarded,
     "amp_small_moments": _small_step,
     "amp_small_state": _partial(_small_step, param_dtype=_BF16),
     "jmp_bf16": _partial(_of_loss, wrap=_partial(peers.jmp_loss, dtype=_BF16)),
     "mpx_bf16": _mpx,
     "jaxamp_bf16": _partial(_of_loss, wrap=_partial(peers.jaxamp_loss, dtype=_BF16)),
     "hand_fp16": _partial(_scaled, dtype=_F16),
-    "amp_fp16": _partial(_amp_step, dtype=_F16, scaling=True),
-    # For gradients alone, whose numbers are those of hardware
-    "amp_fp8_emulated": _partial(_amp, amp_policy=_everywhere(emulate=True)),
+    "amp_fp16": _partial(_amp_step, precision="16-mixed"),
+    # For gradients alone
+    "amp_fp8_emulated": _partial(_of_loss, wrap=_partial(_amp, amp_policy=_EMULATED)),
 }
 NAMES = tuple(_BUILDERS)
-# Steps with a state in bfloat16
-STATES = ("amp_small_moments", "amp_small_state")
+FLOAT16 = ("hand_fp16", "amp_fp16")
+# Steps with a state in bfloat16, and others that run only if they are asked for
+_ELSEWHERE = {
+    *("amp_small_moments", "amp_small_state", "amp_fp8", "amp_fp8_emulated"),
+    "guarded_bf16",
+}
+BFLOAT16 = tuple(name for name in NAMES if name not in {*FLOAT16, *_ELSEWHERE})

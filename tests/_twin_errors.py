@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.exact import with_exact_products
-from benchmarks.twin import cast_products
+from benchmarks.matmuls import cast_matmuls, exact_matmuls
 from flax_amp import amp
 from helpers import exact_jit
 
@@ -29,8 +28,9 @@ def errors(loss, dtype, draw, count):
     def both(fn):
         return jax.value_and_grad(lambda *args: SCALE * fn(*args), argnums=(0, 1, 2))
 
-    fns = loss, amp(loss, compute_dtype=dtype), cast_products(loss, dtype)
-    run = exact_jit(with_exact_products(lambda *args: [both(f)(*args) for f in fns]))
+    fns = both(loss), both(amp(loss, compute_dtype=dtype))
+    fns = [exact_matmuls(f) for f in fns] + [cast_matmuls(both(loss), dtype)]
+    run = exact_jit(lambda *args: [f(*args) for f in fns])
     found = []
     for seed in range(count):
         results = run(*draw(seed))

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import fp8, hlo, request
+from benchmarks import hlo, request, variants
 from benchmarks.request import Figures, Request
 from benchmarks.variants import Training
 
@@ -31,7 +31,6 @@ _MESH_VARIANTS = "float32 hand_bf16 amp_bf16 jmp_bf16 mpx_bf16 jaxamp_bf16".spli
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 # By the name of the target: how the plugin names it
 GPUS = {"h200": "NVIDIA H200 141GB HBM3e", "b200": "NVIDIA B200"}
-_FP8_MODELS = "llama_4k llama gpt_scan gpt_scan_noremat moe dit vit_s16".split()
 _V5E_GHZ = 1.5  # the clocks of the other TPUs are not known here
 # They keep libtpu from looking for a TPU.
 _NO_TPU = {
@@ -47,13 +46,13 @@ Compile = Callable[[Training], jax.stages.Compiled]
 
 def run_tpu(asked: Request, target: str = "v5e") -> None:
     """Compiles every cell for a TPU."""
-    chosen = request.MODELS, request.BFLOAT16
+    chosen = request.MODELS, variants.BFLOAT16
     _run(asked, "tpu", target, *chosen, _for_one(tpu_devices(target)))
 
 
 def run_gpu(asked: Request, target: str = "h200") -> None:
     """Compiles every cell for a GPU."""
-    chosen = request.MODELS, request.BFLOAT16 + request.FLOAT16
+    chosen = request.MODELS, variants.BFLOAT16 + variants.FLOAT16
     _run(asked, "gpu-aot", target, *chosen, _for_one(_gpu(target)))
 
 
@@ -63,16 +62,16 @@ def run_mesh(asked: Request) -> None:
 
 
 def run_fp8(asked: Request, target: str = "tpu7x") -> None:
-    """Compiles matmuls in fp8 beside those in bfloat16."""
+    """Compiles matmuls in fp8 beside those in bfloat16; the roofline is of an H200."""
     is_gpu = target in GPUS
-
-    def figures(training: Training, compiled: jax.stages.Compiled) -> Figures:
-        made = fp8.products(training.step, *training.shapes())
-        return made | fp8.compiled(compiled.as_text() or "", is_gpu)
-
     build = _for_one(_gpu(target) if is_gpu else tpu_devices(target))
-    chosen = _FP8_MODELS, ("amp_bf16", *request.FP8)
-    _run(asked, "fp8", target, *chosen, build, figures)
+
+    def more(text: str) -> Figures:
+        found = hlo.fp8_figures(text)
+        return found if is_gpu else {"fp8_matmuls": found["fp8_matmuls"]}
+
+    chosen = ("llama_4k",), ("amp_bf16", "amp_fp8")
+    _run(asked, "fp8", target, *chosen, build, more)
 
 
 def _for_chips() -> Compile:
@@ -80,45 +79,35 @@ def _for_chips() -> Compile:
 
     def build(training: Training) -> jax.stages.Compiled:
         carry, batch = training.shapes()
-        placed = fsdp(carry, mesh)
+        sharded = jax.tree.map(lambda leaf: fsdp(leaf, mesh), carry)
         over_examples = NamedSharding(mesh, PartitionSpec("data"))
         whole = NamedSharding(mesh, PartitionSpec())
         with jax.set_mesh(mesh):  # the model asks for it
             return compile_for(
                 training.step,
                 (carry, batch),
-                (placed, over_examples),
-                out_shardings=(placed, whole),
+                (sharded, over_examples),
+                out_shardings=(sharded, whole),
             )
 
     return build
 
 
-def fsdp(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Returns a sharding for each leaf: its largest axis that divides, over "data"."""
-
-    def place(leaf: Any) -> NamedSharding:
-        fits = [i for i, size in enumerate(leaf.shape) if size % mesh.size == 0]
-        if not fits:
-            return NamedSharding(mesh, PartitionSpec())
-        axis = max(fits, key=lambda i: leaf.shape[i])
-        return NamedSharding(mesh, PartitionSpec(*[None] * axis, "data"))
-
-    return jax.tree.map(place, tree)
+def fsdp(leaf: Any, mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of a leaf: its largest axis that divides, over "data"."""
+    fits = [i for i, size in enumerate(leaf.shape) if size % mesh.size == 0]
+    if not fits:
+        return NamedSharding(mesh, PartitionSpec())
+    axis = max(fits, key=lambda i: leaf.shape[i])
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, "data"))
 
 
 def compile_for(
     step: Callable[..., Any], shapes: PyTree, shardings: PyTree, **jit_options: Any
 ) -> jax.stages.Compiled:
     """Compiles a step for described devices; the executable cannot be called."""
-
-    def place(sharding: Sharding, subtree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: x.update(sharding=sharding), subtree)
-
-    placed = jax.tree.map(
-        place, shardings, shapes, is_leaf=lambda node: isinstance(node, Sharding)
-    )
-    return jax.jit(step, donate_argnums=0, **jit_options).lower(*placed).compile()
+    options: Any = dict(donate_argnums=0, in_shardings=shardings, **jit_options)
+    return jax.jit(step, **options).lower(*shapes).compile()
 
 
 def _for_one(devices: Sequence[jax.Device]) -> Compile:
@@ -163,20 +152,19 @@ def _run(
     command: str,
     target: str,
     models: Sequence[str],
-    variants: Sequence[str],
+    names: Sequence[str],
     build: Compile,
-    more: Callable[..., Figures] = lambda *_: {},
+    more: Callable[[str], Figures] = lambda text: {},
 ) -> None:
     def figures(variant: str, model: str) -> Figures:
-        training = asked.training(variant, model)
-        compiled = build(training)
-        found = hlo.measure(compiled) | more(training, compiled)
-        if target.startswith("v5e"):
-            found["estimated_ms"] = found.pop("estimated_mcycles") / _V5E_GHZ
-        return found
+        compiled = build(asked.training(variant, model))
+        found = hlo.measure(compiled) | more(compiled.as_text() or "")
+        time = found.pop("estimated_mcycles")
+        on_v5e = target.startswith("v5e")
+        return found | {"estimated_time": time / _V5E_GHZ if on_v5e else time}
 
     def measure(model: str, names: list[str]) -> Iterator[tuple[str, Figures]]:
         for name in names:
             yield name, request.guarded(figures, name, model)
 
-    request.run_cells(asked, command, target, models, variants, measure)
+    request.run_cells(asked, command, target, models, names, measure)

@@ -9,15 +9,16 @@ import jax
 
 from benchmarks import request
 from benchmarks.convergence import page
-from benchmarks.convergence import run as training
+from benchmarks.convergence.run import final, train
 from benchmarks.convergence.task import WAYS
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.request import Request
+from benchmarks.results import Results
 from benchmarks.show import write_page
 
 
 def run(asked: Request, tasks: str, ways: str, seeds: int) -> None:
-    """Writes convergence.json, convergence.md and a figure; exits with 1 if one is out.
+    """Writes the runs, convergence.md and a figure; exits with 1 if one is out.
 
     Without names of `tasks` and `ways`, separated by commas, it runs all of them;
     without `seeds` it makes the page of what is there.
@@ -28,12 +29,16 @@ def run(asked: Request, tasks: str, ways: str, seeds: int) -> None:
         "--xla_allow_excess_precision=false",
         "--xla_cpu_use_fusion_emitters=false",
     )
-    results = training.Results.open(asked.folder / "convergence.json")
+    results = Results.open(asked.folder, "convergence", "cpu")
     for task in tasks.split(",") if tasks else TASKS:
         for way in ways.split(",") if ways else WAYS:
             least = TASKS[task].seeds if way == "float32" and seeds else 0
             numbers = range(max(least, seeds))
-            done = [x for x in numbers if asked.resume and results.has(task, way, x)]
+            done = [
+                seed
+                for seed in numbers
+                if asked.resume and results.has(task, f"{way} {seed}")
+            ]
             _run(results, task, way, [x for x in numbers if x not in done])
     write_page(asked.folder / "convergence.md", page.page(results))
     page.draw(results, asked.folder / "convergence.png")
@@ -42,8 +47,9 @@ def run(asked: Request, tasks: str, ways: str, seeds: int) -> None:
     sys.exit(bool(outside))
 
 
-def _run(results: training.Results, name: str, way: str, seeds: list[int]) -> None:
-    for seed, figures in training.train(TASKS[name], WAYS[way], seeds):
-        results.put(name, way, seed, figures)
-        print(f"{name} {way} {seed}: {page.told(figures)}", flush=True)
+def _run(results: Results, name: str, way: str, seeds: list[int]) -> None:
+    for seed, run in train(TASKS[name], WAYS[way], seeds):
+        results.put(name, f"{way} {seed}", run)
+        told = f"{final(run['curve']):.4g}, skipped {run['skipped']}"
+        print(f"{name} {way} {seed}: {told}, {run['seconds']} s", flush=True)
     jax.clear_caches()

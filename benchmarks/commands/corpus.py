@@ -1,21 +1,20 @@
-"""`corpus`: programs that nobody here wrote, under amp and beside their twins.
+"""`corpus`: programs that nobody here wrote, under amp and in half precision by hand.
 
-The figures of each program are kept in `corpus.partial` as soon as they are there:
-`--resume` goes on where a run was stopped.
+The figures of each program are written as soon as they are there: `--resume` goes on
+where a run was stopped.
 """
 
-import json
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import environment, request, results
-from benchmarks.corpus import table
-from benchmarks.corpus.case import Case
+from benchmarks import request
 from benchmarks.corpus.measure import HALVES, measure
-from benchmarks.corpus.programs import all_programs
+from benchmarks.corpus.page import page
+from benchmarks.corpus.programs import Program, all_programs
 from benchmarks.request import Request
+from benchmarks.results import FOLDER, Results
 from benchmarks.show import write_page
 
 
@@ -32,24 +31,20 @@ def run(asked: Request, only: str) -> None:
         "--xla_cpu_parallel_codegen_split_count=1",
         "--xla_cpu_use_fusion_emitters=false",
     )
-    partial, versions = asked.folder / "corpus.partial", environment.versions()
-    kept = json.loads(partial.read_text()) if asked.resume and partial.exists() else {}
-    rows = kept["rows"] if kept.get("versions") == versions else {}
+    results = Results.open(asked.folder, "corpus", "cpu")
     made = all_programs()
     chosen = [key for key in made if any(part in key for part in only.split(","))]
-    asked.folder.mkdir(parents=True, exist_ok=True)
     for number, key in enumerate(chosen, 1):
-        if key not in rows:
-            rows[key] = _measured(made[key])
-            kept = {"versions": versions, "rows": rows}
-            partial.write_text(json.dumps(kept, indent=1))
-            print(f"{number}/{len(chosen)} {key}: {_told(rows[key])}", flush=True)
+        if not (asked.resume and results.has(key, "amp")):
+            row = _measured(made[key])
+            results.put(key, "amp", row)
+            print(f"{number}/{len(chosen)} {key}: {_told(row)}", flush=True)
             request.free_memory()
-    found = {key: rows[key] for key in made if key in rows}
-    if not only or asked.folder != results.FOLDER:
-        write_page(asked.folder / "corpus.md", table.page(found))
-    failed = [key for key, row in found.items() if row["problems"]]
-    print(f"{len(found)} programs, {len(failed)} with problems")
+    rows = {key: results.cells[key]["amp"] for key in chosen}
+    if not only or asked.folder != FOLDER:
+        write_page(asked.folder / "corpus.md", page(rows))
+    failed = [key for key, row in rows.items() if row["problems"]]
+    print(f"{len(rows)} programs, {len(failed)} with problems")
     if failed:
         sys.exit(f"with problems: {', '.join(failed)}")
 
@@ -59,7 +54,7 @@ def _told(row: dict[str, Any]) -> str:
     return ", ".join([f"{row.get('seconds', 0.0):.1f} s", *ratios, *row["problems"]])
 
 
-def _measured(make: Callable[[], Case]) -> dict[str, Any]:
+def _measured(make: Callable[[], Program]) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -3,7 +3,7 @@
 XLA may skip a rounding to half precision between two operations that it fuses. Here it
 is told not to, so that what is compared is the rounding that a program asks for. And
 every matmul of half-precision arrays adds in float32 and is rounded once, whatever the
-CPU would do (`exact`).
+CPU would do (`exact_matmuls`).
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import request
-from benchmarks.exact import with_exact_products
+from benchmarks.matmuls import exact_matmuls
 from benchmarks.request import Figures, Request
 
 SEEDS = 8  # of weights and batches
@@ -70,7 +70,7 @@ def _reference(asked: Request, model: str) -> list[tuple[Any, ...]]:
 
 
 def _figures(asked: Request, model: str, variant: str, samples: list[Any]) -> Figures:
-    gradients = jax.jit(with_exact_products(asked.training(variant, model).gradients))
+    gradients = jax.jit(exact_matmuls(asked.training(variant, model).gradients))
     errors = []
     for params, others, data, reference in samples:
         grads = gradients(params, others, data)
@@ -78,5 +78,5 @@ def _figures(asked: Request, model: str, variant: str, samples: list[Any]) -> Fi
             raise TypeError("a gradient is not float32")
         if not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)):
             raise ValueError("a gradient is not finite")
-        errors.append(relative_error(grads, reference))
+        errors.append(100 * relative_error(grads, reference))
     return {"errors": errors}

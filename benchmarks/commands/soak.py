@@ -1,8 +1,11 @@
-"""`soak`: a long run in float16 that is killed, fed bad batches, and damaged on disk.
+"""`soak`: a run in float16 that is killed, fed bad batches, and damaged on its disk.
 
-Every step and every restart is compared with what must hold; see `soak/history.py`.
+It is compared, step by step, with the same run that nothing disturbs.
 """
 
+import itertools
+import json
+import math
 import os
 import pathlib
 import random
@@ -10,125 +13,197 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
 
 from benchmarks.request import Request
 from benchmarks.show import made_by, markdown_table, write_page
-from benchmarks.soak.history import CHECKS, History
+from benchmarks.soak import fault
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _SAVE_EVERY = {"full": 50, "tiny": 10}
-_LONGEST = {"full": 120, "tiny": 4}  # saves of one process
-
-
-def _flipped(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 0x10]) + content[middle + 1 :]
-
-
-# What becomes of the bytes of a file, which is not empty
-_DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+_SAVES = 20  # of which a slope of the memory is taken: a process grows at first
+_OF_SAVE = 0.4  # MB; with plain Orbax a save of this state takes 0.06 MB, young 0.24
+CHECKS = {
+    "bad batches": "a batch with a NaN or an infinity is skipped",
+    "skips": "a skipped step changes no bit of parameters, moments and statistics; "
+    "every other step does",
+    "restarts": "a restart goes on from the newest complete step, or, if a file of it "
+    "was damaged, from that or from the one before it, with a warning that names it",
+    "bits": "every restart and every step has the bits of the undisturbed run, and its "
+    "scale",
+    "memory": "a process has the same number of live arrays at every save, and grows "
+    f"by less than {_OF_SAVE} MB with each",
+}
+# What becomes of the bytes of a file
+_DAMAGE: dict[str, Any] = {
     "truncated": lambda content: content[: len(content) // 2],
     "emptied": lambda content: b"",
-    "flipped": _flipped,
-    "deleted": lambda content: None,
+    "flipped": lambda content: bytes([content[0] ^ 0x10]) + content[1:],
 }
+Line = dict[str, Any]
 
 
 def run(asked: Request, steps: int, seed: int) -> None:
     """Writes soak.md into the folder of results; exits with 1 if a check fails."""
-    chance, history, number = random.Random(seed), History(seed), 0
+    settings = [seed, steps, _SAVE_EVERY[asked.size]]
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        (folder / "steps").mkdir()
-        while len(history.rows) < steps:
-            damaged = bool(number) and _damage(folder, chance, history)
-            newest, record = max(_complete(folder)), folder / f"{number}.jsonl"
-            longest = _LONGEST[asked.size] if chance.random() < 0.15 else 6
-            settings = [seed, steps, _SAVE_EVERY[asked.size]]
-            _process(folder, record, settings, chance.randint(1, longest))
-            history.add(record, newest, damaged)
-            told = dict(history.problems) or "no problem"
-            print(f"{number}: step {len(history.rows)}, {told}", flush=True)
-            number += 1
-    write_page(asked.folder / "soak.md", _page(history))
-    if history.problems:
-        sys.exit(f"failed: {dict(history.problems)}")
+        folder, chance = pathlib.Path(name), random.Random(seed)
+        checks = Checks(_process(folder / "undisturbed", settings), seed)
+        disk, step = folder / "killed", 0
+        while step < steps:
+            damage = _damage(disk, chance)
+            newest = max(_complete(disk))
+            lines = _process(disk, settings, chance)
+            checks.process(lines, newest, damage)
+            step = max((line.get("step", 0) for line in lines), default=0)
+            print(f"step {step}: {dict(checks.problems) or 'no problem'}", flush=True)
+    write_page(asked.folder / "soak.md", _page(checks))
+    if checks.problems:
+        sys.exit(f"failed: {dict(checks.problems)}")
 
 
-def _complete(folder: pathlib.Path) -> list[int]:
+class Checks:
+    """How often each check was made, and what disagrees, by the name of a check.
+
+    Attributes:
+      states: what was seen of each state of the run that nothing disturbs.
+      slope: the MB by which its process grew with each save.
+      counts: what happened how often.
+    """
+
+    def __init__(self, lines: list[Line], seed: int) -> None:
+        self.made: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.problems: defaultdict[str, list[str]] = defaultdict(list)
+        self.slope = math.nan
+        self.states = [line for line in lines if "digest" in line]
+        for number, (old, new) in enumerate(itertools.pairwise(self.states)):
+            self._step(old, new, fault(seed, number)[0])
+        self._memory([line for line in lines if "arrays" in line])
+
+    def process(self, lines: list[Line], newest: int, damage: str = "") -> None:
+        """Checks a process that was killed, and that found a step on the disk."""
+        self.counts["processes"] += 1
+        for line in (line for line in lines if "digest" in line):
+            wanted = self.states[line["step"]]
+            same = all(line[key] == wanted[key] for key in ("digest", "scale"))
+            self._check("bits", same, f"{line}, undisturbed {wanted}")
+        for first in lines[:1]:
+            step, told = first["step"], " ".join(first["told"])
+            behind = damage and step < newest and str(newest) in told
+            right = not told if step == newest else bool(behind)
+            self._check("restarts", right, f"{step} of {newest}, {damage}, {told}")
+            self.counts["restarts behind a damaged step"] += step != newest
+        if damage:
+            self.counts[f"files {damage}"] += 1
+
+    def _check(self, name: str, holds: bool, problem: str) -> None:
+        self.made[name] += 1
+        if not holds:
+            self.problems[name].append(problem)
+
+    def _step(self, old: Line, new: Line, bad: float | None) -> None:
+        skipped = new["skipped"] > old["skipped"]
+        self._check("skips", skipped == (old["digest"] == new["digest"]), f"{new}")
+        if bad is not None and not math.isfinite(bad):
+            self._check("bad batches", skipped, f"{new}")
+        self.counts["bad batches"] += bad is not None
+        self.counts["skipped steps"] += skipped
+        self.counts["the scale grew"] += new["scale"] > old["scale"]
+        self.counts["the scale fell"] += new["scale"] < old["scale"]
+
+    def _memory(self, marks: list[Line]) -> None:
+        arrays = {mark["arrays"] for mark in marks[1:]}
+        self._check("memory", len(arrays) <= 1, f"live arrays {arrays}")
+        late = [mark["megabytes"] for mark in marks[len(marks) // 3 :]]
+        if len(marks) >= _SAVES:
+            self.slope = float(np.polyfit(np.arange(len(late)), late, 1)[0])
+            self._check("memory", self.slope < _OF_SAVE, f"{self.slope:.2f} MB a save")
+
+
+def _complete(disk: pathlib.Path) -> list[int]:
     """Returns the steps that are complete, and 0."""
-    names = [path.name for path in (folder / "steps").iterdir()]
+    names = [path.name for path in disk.glob("*")]
     return sorted([0, *(int(name) for name in names if name.isdecimal())])
 
 
-def _damage(folder: pathlib.Path, chance: random.Random, history: History) -> bool:
-    """Damages a file of the newest step, sometimes and if there is one before it."""
-    steps = _complete(folder)
+def _damage(disk: pathlib.Path, chance: random.Random) -> str:
+    """Damages a file of the newest step, sometimes and if there is one before it.
+
+    Returns what was done, or an empty string.
+    """
+    steps = _complete(disk)
     if len(steps) < 3 or chance.random() < 0.7:
-        return False
-    found = (folder / "steps" / str(steps[-1])).rglob("*")
+        return ""
+    found = (disk / str(steps[-1])).rglob("*")
     files = sorted(path for path in found if path.is_file() and path.stat().st_size)
     kind, file = chance.choice([*_DAMAGE]), chance.choice(files)
-    content = _DAMAGE[kind](file.read_bytes())
-    if content is None:
-        file.unlink()
-    else:
-        file.write_bytes(content)
-    history.counts[f"files {kind}"] += 1
-    return True
+    file.write_bytes(_DAMAGE[kind](file.read_bytes()))
+    return kind
 
 
 def _process(
-    folder: pathlib.Path, record: pathlib.Path, settings: list[int], saves: int
-) -> None:
-    """Runs a process until it is killed, in a save or between two, or is done."""
-    command = [sys.executable, "-m", "benchmarks.soak.worker"]
-    command += [str(folder / "steps"), str(record), *map(str, settings)]
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PLATFORMS": "cpu"}
-    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    chance = random.Random(record.name)
+    disk: pathlib.Path, settings: list[int], chance: random.Random | None = None
+) -> list[Line]:
+    """Runs a process to its end, or kills it by chance; returns what it recorded."""
+    disk.mkdir(exist_ok=True)
+    record = disk.with_suffix(".jsonl")
+    command = [sys.executable, "-m", "benchmarks.soak"]
+    command += [str(disk), str(record), *map(str, settings)]
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(disk.parent / "cache")}
+    cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, cwd=_ROOT, env={**os.environ, **cache}
     ) as process:
-        assert process.stdout is not None
-        interval = 0.2
-        for _ in range(saves):
-            before = time.perf_counter()
-            if not process.stdout.readline():
-                break  # it is done, or failed
-            interval = time.perf_counter() - before
-        if process.poll() is None:
-            in_a_save = chance.random() < 0.4
-            time.sleep(chance.uniform(0, 0.2 if in_a_save else min(interval, 5.0)))
-            process.kill()
+        if chance is None:
+            process.communicate()
+        else:
+            _kill(process, chance)
     if process.returncode not in (0, -9):
         sys.exit(f"a process of the run failed: {process.returncode}")
+    lines = record.read_text().splitlines(keepends=True)
+    # A kill may cut the last line.
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _page(history: History) -> str:
+def _kill(process: subprocess.Popen[bytes], chance: random.Random) -> None:
+    """Kills a process after some saves, in one or before the next."""
+    assert process.stdout is not None
+    interval = 0.2
+    for _ in range(chance.randint(1, 12)):
+        before = time.perf_counter()
+        if not process.stdout.readline():
+            return
+        interval = time.perf_counter() - before
+    time.sleep(chance.uniform(0, chance.choice([0.2, min(interval, 5.0)])))
+    process.kill()
+
+
+def _page(checks: Checks) -> str:
     rows = []
     for name, text in CHECKS.items():
-        found = len(history.problems[name]) if name in history.problems else 0
+        found = len(checks.problems.get(name, []))
         verdict = f"{found} problems" if found else "holds"
-        rows.append([name, text, verdict, str(history.checked[name])])
-    counts = [[what, str(count)] for what, count in sorted(history.counts.items())]
-    scales = [row["scale"] for row in history.rows]
-    slopes = ", ".join(f"{x:.2f}" for x in history.slopes) or "too few saves to tell"
+        rows.append([name, text, verdict, str(checks.made[name])])
+    counts = [[what, str(count)] for what, count in sorted(checks.counts.items())]
+    scales = [state["scale"] for state in checks.states]
     return f"""# Soak
 
 {made_by()}.
 
 A small network (dense layers, BatchNorm, LayerNorm, dropout, adamw with clipping)
-trains {len(history.rows)} steps in float16 through the public API, in processes that
-are killed (`SIGKILL`) at any time and within a save. A file of the newest checkpoint is
-damaged before some restarts. One batch in a hundred holds a NaN, an infinity or 1e30;
-in bursts the losses are weighted so much that gradients overflow. The scale was between
-{min(scales, default=0):g} and {max(scales, default=0):g}.
+trains {len(scales) - 1} steps in float16 through the public API: once undisturbed, and
+once in processes that are killed (`SIGKILL`) at any time and within a save. A file of
+the newest checkpoint is damaged before some restarts. One batch in a hundred holds a
+NaN, an infinity or 1e30; in bursts the losses are weighted so much that gradients
+overflow. The scale was between {min(scales):g} and {max(scales):g}.
 
 {markdown_table(["check", "what must hold", "verdict", "times"], rows, words=3)}
 
-MB that a process grew with each save, of those with many saves: {slopes}.
+MB that the undisturbed process grew with each save: {checks.slope:.2f}.
 
 {markdown_table(["what", "times"], counts, words=1)}
 """

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 
 from benchmarks.convergence.task import Carry, Program, PyTree, Way, supervised
-from benchmarks.models import base, small
+from benchmarks.models import base, small, unet
+from benchmarks.models import resnet as zoo
 from examples.digits import data as digits
 
 BATCH = 64
@@ -32,55 +33,25 @@ def _adam(rate: float, steps: int) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
 
-class ResBlock(nn.Module):
-    """Two convolutions and a shortcut; begins as the identity."""
-
-    features: int
-    stride: int
-    train: bool
-    dtype: base.DType = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(
-            nn.BatchNorm, not self.train, momentum=0.9, dtype=self.dtype
-        )
-        strides = (self.stride, self.stride)
-        y = nn.relu(norm()(conv(self.features, (3, 3), strides)(x)))
-        y = conv(self.features, (3, 3))(y)
-        y = norm(scale_init=nn.initializers.zeros)(y)
-        if x.shape != y.shape:
-            x = norm()(conv(self.features, (1, 1), strides)(x))
-        return nn.relu(x + y)
-
-
-class ResNet(nn.Module):
-    """Three blocks of growing width."""
-
-    dtype: base.DType = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
-        x = nn.Conv(8, (3, 3), use_bias=False, dtype=self.dtype)(x)
-        for features, stride in ((8, 1), (16, 2), (32, 2)):
-            x = ResBlock(features, stride, train, self.dtype)(x)
-        return nn.Dense(10, dtype=self.dtype)(x.mean(axis=(1, 2)))
-
-
 def resnet(way: Way, steps: int) -> Program:
+    """Classifies digits; BatchNorm takes the statistics of the test images, too."""
+
+    def logits(model, variables, batch):
+        # Doubled, so that something is left after four strides.
+        image = jnp.repeat(jnp.repeat(batch["image"], 2, axis=1), 2, axis=2)
+        return model.apply(variables, image, mutable=["batch_stats"])
+
     def loss(model, variables, batch):
-        logits, updates = model.apply(
-            variables, batch["image"], train=True, mutable=["batch_stats"]
-        )
-        return base.cross_entropy(logits, batch["label"]), updates
+        found, updates = logits(model, variables, batch)
+        return base.cross_entropy(found, batch["label"]), updates
 
     def accuracy(model, variables, batch):
-        logits = model.apply(variables, batch["image"])
-        return jnp.mean(logits.argmax(-1) == batch["label"])
+        found, _ = logits(model, variables, batch)
+        return jnp.mean(found.argmax(-1) == batch["label"])
 
-    tx = _adam(3e-3, steps)
-    return supervised(way, ResNet, [_IMAGE], tx, _load(), _sample, loss, accuracy)
+    config, tx = base.config(width=8, classes=10, stages=(1, 1, 1)), _adam(3e-3, steps)
+    model = functools.partial(zoo.ResNet, config)
+    return supervised(way, model, [_IMAGE], tx, _load(), _sample, loss, accuracy)
 
 
 def lstm(way: Way, steps: int) -> Program:
@@ -98,60 +69,27 @@ def lstm(way: Way, steps: int) -> Program:
     return supervised(way, model, [text], tx, _load(), _sample, bits)
 
 
-class UNet(nn.Module):
-    """Two resolutions with a skip between them; GroupNorm, and the time as a bias."""
-
-    dtype: base.DType = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array, time: jax.Array) -> jax.Array:
-        angles = time[:, None] * jnp.exp2(jnp.arange(8.0))[None] * jnp.pi / 2
-        waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-        time = nn.silu(nn.Dense(64, dtype=self.dtype)(waves))
-
-        def block(x, features):
-            norm = functools.partial(nn.GroupNorm, 4, dtype=self.dtype)
-            y = nn.Conv(features, (3, 3), dtype=self.dtype)(nn.silu(norm()(x)))
-            y = y + nn.Dense(features, dtype=self.dtype)(time)[:, None, None]
-            y = nn.Conv(features, (3, 3), dtype=self.dtype)(nn.silu(norm()(y)))
-            if x.shape != y.shape:
-                x = nn.Dense(features, dtype=self.dtype)(x)
-            return x + y
-
-        fine = block(nn.Conv(16, (3, 3), dtype=self.dtype)(x), 16)
-        y = nn.Conv(32, (3, 3), (2, 2), dtype=self.dtype)(fine)
-        y = block(block(y, 32), 32)
-        y = nn.ConvTranspose(16, (2, 2), (2, 2), dtype=self.dtype)(y)
-        y = block(jnp.concatenate([y, fine], axis=-1), 16)
-        y = nn.silu(nn.GroupNorm(4, dtype=self.dtype)(y))
-        return nn.Conv(1, (3, 3), dtype=self.dtype)(y)
-
-
 def diffusion(way: Way, steps: int) -> Program:
     """Predicts the noise in a digit, at all levels of noise."""
 
-    def noisy(image, key):
-        keys = jax.random.split(key)
-        time = jax.random.uniform(keys[0], (len(image),))
-        noise = jax.random.normal(keys[1], image.shape)
-        angle = (jnp.pi / 2 * time)[:, None, None, None]
-        x = jnp.cos(angle) * (2 * image - 1) + jnp.sin(angle) * noise
-        return {"x": x, "time": time, "noise": noise}
+    def noised(image, key):
+        return unet.noised(2 * jnp.asarray(image) - 1, *jax.random.split(key))
 
     def sample(data, key):
         keys = jax.random.split(key)
-        return noisy(_sample(data, keys[0])["image"], keys[1])
+        return noised(_sample(data, keys[0])["image"], keys[1])
 
     def error(model, variables, batch):
-        found = model.apply(variables, batch["x"], batch["time"])
-        return jnp.mean(jnp.square(found - batch["noise"])), {}
+        found = model.apply(variables, batch["inputs"])
+        return base.squared_error(found, batch["labels"]), {}
 
     def metric(model, variables, batch):
-        batch = noisy(jnp.asarray(batch["image"]), jax.random.key(0))
-        return error(model, variables, batch)[0]
+        return error(model, variables, noised(batch["image"], jax.random.key(0)))[0]
 
-    inputs, tx = [_IMAGE, np.zeros(1, np.float32)], _adam(3e-3, steps)
-    return supervised(way, UNet, inputs, tx, _load(), sample, error, metric)
+    config = base.config(width=16, groups=4, factors=(1, 2), blocks=1, attended=1)
+    model = functools.partial(unet.UNet, config)
+    inputs, tx = [{"images": _IMAGE, "times": np.zeros(1)}], _adam(3e-3, steps)
+    return supervised(way, model, inputs, tx, _load(), sample, error, metric)
 
 
 class Generator(nn.Module):

@@ -10,15 +10,16 @@ import numpy as np
 from benchmarks.convergence.run import (
     EVALUATIONS,
     LAST,
-    Results,
     Run,
-    final,
+    ends_of,
     is_in,
     limit,
+    runs_of,
 )
 from benchmarks.convergence.task import PATIENCE, WAYS
 from benchmarks.convergence.tasks import TASKS
-from benchmarks.show import can_draw, drawn, legend_below, markdown_table
+from benchmarks.results import Results
+from benchmarks.show import can_draw, drawn, markdown_table
 
 # The colours of Okabe and Ito, told apart without seeing red or green.
 _COLOURS = {
@@ -36,7 +37,7 @@ def page(results: Results) -> str:
     """Returns the page in Markdown."""
     out = outside(results)
     names = f": {', '.join(out)}" if out else ""
-    count = sum(len(results.ends(t, w)) for t in _tasks(results) for w in _judged())
+    count = sum(len(ends_of(results, t, w)) for t in _tasks(results) for w in _judged())
     return f"""# Where training ends
 
 Whole runs of six small tasks, in float32, in half precision and in fp8. A seed
@@ -62,7 +63,7 @@ where training ends, not how long it takes.
 
 `make convergence` makes this page. What stands here was run by:
 
-{_made(results)}
+{results.made_with()}
 
 **{count - len(out)} of {count} runs are in, {len(out)} out{names}.**
 
@@ -87,15 +88,9 @@ def outside(results: Results) -> list[str]:
         f"{task} {way} {seed}"
         for task in _tasks(results)
         for way in _judged()
-        for seed, end in results.ends(task, way).items()
+        for seed, end in ends_of(results, task, way).items()
         if not is_in(TASKS[task], _float32(results, task), end)
     ]
-
-
-def told(run: Run) -> str:
-    """Returns a run in a few words."""
-    end = f"{final(run['curve']):.4g}, skipped {run['skipped']}"
-    return f"{end}, scale {run['scale']}, {run['seconds']} s"
 
 
 def _judged() -> list[str]:
@@ -108,16 +103,7 @@ def _tasks(results: Results) -> list[str]:
 
 
 def _float32(results: Results, task: str) -> list[float]:
-    return [*results.ends(task, "float32").values()]
-
-
-def _made(results: Results) -> str:
-    lines = []
-    for made in sorted(results.made, key=lambda made: str(made["date"])):
-        versions = made["versions"]
-        named = ", ".join(f"{k} {versions.get(k)}" for k in ("flax_amp", "jax", "flax"))
-        lines.append(f"- {made['date'][:10]}, {named}: `{made['command']}`")
-    return "\n".join(dict.fromkeys(lines))
+    return [*ends_of(results, task, "float32").values()]
 
 
 def _task_table(results: Results) -> str:
@@ -141,14 +127,14 @@ def _run_table(results: Results) -> str:
         _row(results, task, way)
         for task in _tasks(results)
         for way in WAYS
-        if results.ends(task, way)
+        if ends_of(results, task, way)
     ]
     return markdown_table(header.split(" | "), rows, words=3)
 
 
 def _row(results: Results, task: str, way: str) -> list[str]:
-    float32, ends = results.ends(task, "float32"), results.ends(task, way)
-    runs = list(results.runs[task][way].values())
+    float32, ends = ends_of(results, task, "float32"), ends_of(results, task, way)
+    runs = [*runs_of(results, task, way).values()]
     holds = [is_in(TASKS[task], [*float32.values()], end) for end in ends.values()]
     pairs = zip(ends.values(), holds, strict=True)
     texts = [f"{end:.4g}" if fine else f"**{end:.4g}**" for end, fine in pairs]
@@ -175,7 +161,7 @@ def _each(runs: list[Run], key: str) -> str:
 
 def draw(results: Results, path: pathlib.Path) -> None:
     """Draws every run as a line, where matplotlib is installed."""
-    names = [name for name in TASKS if results.runs.get(name)]
+    names = [name for name in TASKS if name in results.cells]
     if not can_draw() or not names:
         return
     with drawn(path, (10, 3.1 * -(-len(names) // 3) + 0.4), dpi=80) as figure:
@@ -183,14 +169,16 @@ def draw(results: Results, path: pathlib.Path) -> None:
         for panel in panels[len(names) :]:
             panel.remove()
         for panel, name in zip(panels, names, strict=False):
-            _panel(panel, name, results.runs[name])
-        legend_below(figure, [*_COLOURS])
+            _panel(panel, name, results)
+        labels = (panel.get_legend_handles_labels() for panel in figure.axes)
+        where: Any = dict(loc="outside lower center", ncols=len(WAYS), frameon=False)
+        figure.legend(*max(labels, key=lambda pair: len(pair[1])), **where)
 
 
-def _panel(panel: Any, name: str, ways: dict[str, dict[str, Any]]) -> None:
+def _panel(panel: Any, name: str, results: Results) -> None:
     task = TASKS[name]
-    for way in (way for way in _COLOURS if way in ways):
-        for index, run in enumerate(ways[way].values()):
+    for way in _COLOURS:
+        for index, run in enumerate(runs_of(results, name, way).values()):
             steps = run["every"] * (1 + np.arange(len(run["curve"])))
             wide = {"lw": 2.4, "alpha": 0.45} if way == "float32" else {"lw": 0.9}
             label = way if index == 0 else None

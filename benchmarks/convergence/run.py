@@ -1,14 +1,5 @@
-"""The runs of a task: how they are trained, where they are kept, when an end is in.
+"""The runs of a task: how they are trained, and when an end is in."""
 
-One JSON file holds all of them:
-
-{"made": [{"command": ..., "date": ..., "machine": ..., "versions": ...}],
- "runs": {"gan": {"float16": {"0": {"made": 0, "curve": [...], ...}}}}}
-"""
-
-import dataclasses
-import json
-import pathlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -17,9 +8,8 @@ from typing import Any
 import jax
 
 import flax_amp
-from benchmarks import environment
 from benchmarks.convergence.task import Carry, Task, Way
-from benchmarks.results import write_json
+from benchmarks.results import Results
 
 LAST = 5  # evaluations that are averaged
 EVALUATIONS = 20  # at equal distances
@@ -52,50 +42,27 @@ def train(
             if (index + 1) % every == 0:
                 curve.append(float(f"{float(evaluate(carry, data)):.5g}"))
         states = [x for x in carry.values() if isinstance(x, flax_amp.AmpTrainState)]
-        yield (
-            seed,
-            {
-                "curve": curve,
-                "every": every,
-                "skipped": [int(s.opt_state.total_notfinite) for s in states],
-                "scale": [float(s.scaler["scaler"]) for s in states],
-                "seconds": round(time.process_time() - began, 1),
-            },
-        )
+        run = {
+            "curve": curve,
+            "every": every,
+            "skipped": [int(s.opt_state.total_notfinite) for s in states],
+            "scale": [float(s.scaler["scaler"]) for s in states],
+            "seconds": round(time.process_time() - began, 1),
+        }
+        yield seed, run
 
 
-@dataclasses.dataclass
-class Results:
-    """What was run, in memory and on disk; the file is written after every run."""
+def runs_of(results: Results, task: str, way: str) -> dict[str, Run]:
+    """Returns the runs of a task in one way, by seed."""
+    labels = {label: label.split() for label in results.cells.get(task, ())}
+    runs = {seed: label for label, (of, seed) in labels.items() if of == way}
+    return {seed: results.cells[task][label] for seed, label in runs.items()}
 
-    path: pathlib.Path
-    made: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    runs: dict[str, dict[str, dict[str, Run]]] = dataclasses.field(default_factory=dict)
-    _own: int | None = dataclasses.field(default=None, compare=False)
 
-    @classmethod
-    def open(cls, path: pathlib.Path) -> "Results":
-        found = json.loads(path.read_text()) if path.exists() else {}
-        return cls(path, **found)
-
-    def has(self, task: str, way: str, seed: int) -> bool:
-        """Returns whether a run is there, made with the versions that are here."""
-        run = self.runs.get(task, {}).get(way, {}).get(str(seed))
-        here = environment.versions()
-        return run is not None and self.made[run["made"]]["versions"] == here
-
-    def put(self, task: str, way: str, seed: int, run: Run) -> None:
-        if self._own is None:
-            self._own = len(self.made)
-            self.made.append(environment.this_run())
-        run = {"made": self._own, **run}
-        self.runs.setdefault(task, {}).setdefault(way, {})[str(seed)] = run
-        write_json(self.path, {"made": self.made, "runs": self.runs})
-
-    def ends(self, task: str, way: str) -> dict[str, float]:
-        """Returns the metric at the end of each run, by seed."""
-        runs = self.runs.get(task, {}).get(way, {})
-        return {seed: final(run["curve"]) for seed, run in runs.items()}
+def ends_of(results: Results, task: str, way: str) -> dict[str, float]:
+    """Returns the metric at the end of each run, by seed."""
+    runs = runs_of(results, task, way)
+    return {seed: final(run["curve"]) for seed, run in runs.items()}
 
 
 def final(curve: Sequence[float]) -> float:

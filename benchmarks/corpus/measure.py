@@ -1,7 +1,8 @@
-"""Runs one program under amp and beside its twin.
+"""Runs one program under amp, beside the same program in half precision without amp.
 
-One draw of the numbers tells little: which of two programs is nearer to float32 changes
-with them. Each further draw multiplies every float among parameters and data by
+That reference has its dtypes set by hand, or its matmuls cast (`matmuls.py`). One draw
+of the numbers tells little: which of two programs is nearer to float32 changes with
+them. Each further draw multiplies every float among parameters and data by
 `exp(0.1 n)` with a normal `n`, which keeps signs and the kind of numbers.
 """
 
@@ -16,11 +17,9 @@ import numpy as np
 
 import flax_amp
 from benchmarks.commands.error import relative_error
-from benchmarks.corpus.case import Case, Loss
-from benchmarks.exact import with_exact_products
-from benchmarks.products import PRODUCTS
+from benchmarks.corpus.programs import Program
+from benchmarks.matmuls import MATMULS, cast_matmuls, count_cast, exact_matmuls
 from benchmarks.request import reason
-from benchmarks.twin import cast_products, count_cast
 
 HALVES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 DRAWS = 8
@@ -31,73 +30,81 @@ _EXACT = 1e-6  # an error below it is as good as float32
 Leaves = list[np.ndarray]
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(program: Program) -> dict[str, Any]:
     """Returns the figures of a program; what fails stands in `problems`."""
     began = time.process_time()
-    calls = [_drawn((case.params, *case.args), number) for number in range(DRAWS)]
-    plain = _gradient(case.loss)
+    given = (program.params, *program.args)
+    plain = jax.jit(exact_matmuls(_gradient(program.loss)))
+    calls = [_drawn(given, number) for number in range(DRAWS)]
     pairs = [(call, _run(plain, call)) for call in calls]
     if not _finite(pairs[0][1]):
         return {"problems": ["not finite without amp"]}
     pairs = [pair for pair in pairs if _finite(pair[1])]
-    found: dict[str, Any] = {"twin": "hand-set" if case.hand else "cast products"}
+    found: dict[str, Any] = {"by_hand": program.hand is not None}
     problems: list[str] = []
     for name in (*HALVES, "float32"):
         try:
             if name in HALVES:
-                found |= _half(case, plain, pairs, name)
+                found |= _half(program, plain, pairs, name)
             else:
-                _check_float32(case, plain, pairs[0])
+                _check_float32(program, plain, pairs[0])
         except Exception as error:
             problems.append(f"{name}: {reason(error)}")
     return found | {"problems": problems, "seconds": time.process_time() - began}
 
 
-def _half(case: Case, plain: Any, pairs: list[Any], name: str) -> dict[str, Any]:
-    """Returns the errors in a half precision beside those of the twin.
+def _half(program: Program, plain: Any, pairs: list[Any], name: str) -> dict[str, Any]:
+    """Returns the errors in a half precision beside those of the reference.
 
     The ratio is a geometric mean; the spread is the standard error of its logarithm.
     """
     dtype = HALVES[name]
-    gradient = _gradient(flax_amp.amp(case.loss, compute_dtype=dtype))
-    call, found = pairs[0][0], _products(case, dtype)
-    if _types(gradient, call) != _types(plain, call):
+    lowered = _gradient(flax_amp.amp(program.loss, compute_dtype=dtype))
+    gradient = jax.jit(exact_matmuls(lowered))
+    if _types(gradient, pairs[0][0]) != _types(plain, pairs[0][0]):
         raise TypeError("other dtypes than without amp")
     ours = [_error(gradient, call, grads, name) for call, grads in pairs]
     if not np.isfinite(ours).all():
         raise ValueError("gradients are not finite")
-    found[f"{name}_error"] = _root_mean_square(ours)
-    twin = case.hand(dtype) if case.hand else cast_products(case.loss, dtype)
-    beside, theirs = _gradient(twin), list[float]()
+    found = _matmuls(program, dtype) | {f"{name}_error": _root_mean_square(ours)}
+    reference, theirs = jax.jit(_reference(program, dtype)), list[float]()
     with contextlib.suppress(Exception):  # its authors may never have tried
-        theirs = [_error(beside, call, grads, name) for call, grads in pairs]
+        theirs = [_error(reference, call, grads, name) for call, grads in pairs]
     if not theirs or not np.isfinite(theirs).all():
         return found
     logs = np.log(np.maximum(ours, _EXACT) / np.maximum(theirs, _EXACT))
     return found | {
-        f"{name}_twin": _root_mean_square(theirs),
+        f"{name}_reference": _root_mean_square(theirs),
         f"{name}_ratio": float(np.exp(np.mean(logs))),
         f"{name}_spread": float(np.std(logs, ddof=1) / math.sqrt(len(logs))),
     }
 
 
-def _products(case: Case, dtype: Any) -> dict[str, Any]:
+def _reference(program: Program, dtype: Any) -> Any:
+    if program.hand is None:
+        return cast_matmuls(_gradient(program.loss), dtype)
+    return exact_matmuls(_gradient(program.hand(dtype)))
+
+
+def _matmuls(program: Program, dtype: Any) -> dict[str, Any]:
     """Returns how many matmuls are in half precision, and why the others are not."""
-    explain: Any = flax_amp.explain(case.loss, compute_dtype=dtype, backward=False)
-    told: flax_amp.debug.Explanation = explain(case.params, *case.args)
+    given = (program.params, *program.args)
+    explain: Any = flax_amp.explain(program.loss, compute_dtype=dtype, backward=False)
+    told: flax_amp.debug.Explanation = explain(*given)
     wide = [p for p in told.problems if p.kind == "float32 product"]
-    low = [e for e in told.equations if e.primitive in PRODUCTS and e.is_low]
+    low = [e for e in told.equations if e.primitive in MATMULS and e.is_low]
     return {
         "share": told.low_share,
-        "wide_products": sorted({p.message for p in wide} | set(told.notes)),
+        "why_float32": sorted({p.message for p in wide} | set(told.notes)),
         "low": sum(e.times for e in low),
-        "low_in_twin": count_cast(jax.make_jaxpr(case.loss)(case.params, *case.args)),
+        "could_be_low": count_cast(jax.make_jaxpr(program.loss)(*given)),
     }
 
 
-def _check_float32(case: Case, plain: Any, pair: tuple[Any, Leaves]) -> None:
+def _check_float32(program: Program, plain: Any, pair: tuple[Any, Leaves]) -> None:
     call, expected = pair
-    same = _gradient(flax_amp.amp(case.loss, compute_dtype=jnp.float32))
+    unchanged = _gradient(flax_amp.amp(program.loss, compute_dtype=jnp.float32))
+    same = jax.jit(exact_matmuls(unchanged))
     texts = [fn.lower(*call, 1.0).as_text() for fn in (plain, same)]
     if texts[0] != texts[1]:  # equal programs need no run
         error = relative_error(_run(same, call), expected)
@@ -105,15 +112,14 @@ def _check_float32(case: Case, plain: Any, pair: tuple[Any, Leaves]) -> None:
             raise ValueError(f"differs from no amp by {error:.1e}")
 
 
-def _gradient(loss: Loss) -> Any:
-    """Returns the jitted gradient of a program, times a scale, with exact matmuls."""
+def _gradient(loss: Any) -> Any:
+    """Returns the gradient of a program, times a scale."""
 
     def scaled(params: Any, *rest: Any) -> Any:
         *args, scale = rest
         return loss(params, *args).astype(jnp.float32) * scale
 
-    gradient = jax.value_and_grad(scaled, allow_int=True)
-    return jax.jit(with_exact_products(gradient))
+    return jax.value_and_grad(scaled, allow_int=True)
 
 
 def _run(gradient: Any, call: Any, scale: float = 1.0) -> Leaves:

@@ -75,8 +75,9 @@ class DiT(base.Module):
 
 def batch(config: base.Config, key: jax.Array) -> base.Batch:
     keys = jax.random.split(key, 4)
-    found, shape = noised(config, config.channels, keys), (config.batch,)
-    classes = jax.random.randint(keys[3], shape, 0, config.classes)
+    shape = (config.batch, config.image, config.image, config.channels)
+    found = noised(jax.random.normal(keys[0], shape), *keys[1:3])
+    classes = jax.random.randint(keys[3], shape[:1], 0, config.classes)
     return found | {"inputs": found["inputs"] | {"classes": classes}}
 
 

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 
 from benchmarks.models import base
 
-STAGES = (3, 4, 6, 3)
 SIZES = base.sizes(
-    "image width classes batch",
-    full=(224, 64, 1000, 32),
-    tiny=(32, 8, 10, 8),
+    "image width classes batch stages",
+    full=(224, 64, 1000, 32, (3, 4, 6, 3)),
+    tiny=(32, 8, 10, 8, (3, 4, 6, 3)),
 )
 
 
@@ -47,7 +46,7 @@ class ResNet(base.Module):
         x = nn.Conv(width, (7, 7), (2, 2), use_bias=False, dtype=dtype)(x)
         x = nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=dtype)(x)
         x = nn.max_pool(nn.relu(x), (3, 3), (2, 2), padding="SAME")
-        for stage, blocks in enumerate(STAGES):
+        for stage, blocks in enumerate(self.config.stages):
             for block in range(blocks):
                 stride = 2 if stage > 0 and block == 0 else 1
                 x = Bottleneck(width * 2**stage, stride, dtype)(x)

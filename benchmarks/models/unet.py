@@ -4,8 +4,6 @@ It predicts the noise in an image from the image and the time of the noise. It h
 levels with a block each, and attention in the lower one: more are slow to compile.
 """
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -27,14 +25,12 @@ def waves(times: jax.Array, width: int) -> jax.Array:
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
-def noised(config: base.Config, channels: int, keys: Any) -> base.Batch:
+def noised(images: jax.Array, *keys: jax.Array) -> base.Batch:
     """Returns noised images with the times of the noise, which is the label."""
-    shape = (config.batch, config.image, config.image, channels)
-    noise = jax.random.normal(keys[1], shape)
-    times = jax.random.uniform(keys[2], shape[:1])
+    noise = jax.random.normal(keys[0], images.shape)
+    times = jax.random.uniform(keys[1], images.shape[:1])
     share = times[:, None, None, None]
-    images = jnp.sqrt(1 - share) * jax.random.normal(keys[0], shape)
-    images = images + jnp.sqrt(share) * noise
+    images = jnp.sqrt(1 - share) * images + jnp.sqrt(share) * noise
     return {"inputs": {"images": images, "times": 1000 * times}, "labels": noise}
 
 
@@ -102,7 +98,7 @@ class UNet(base.Module):
                 x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
                 x = nn.Conv(x.shape[-1], (3, 3), dtype=dtype)(x)
         x = nn.swish(nn.GroupNorm(config.groups, dtype=dtype)(x))
-        return nn.Conv(3, (3, 3), dtype=dtype)(x)
+        return nn.Conv(inputs["images"].shape[-1], (3, 3), dtype=dtype)(x)
 
     def _block(
         self, level: int, factor: int, x: jax.Array, time: jax.Array
@@ -115,7 +111,9 @@ class UNet(base.Module):
 
 
 def batch(config: base.Config, key: jax.Array) -> base.Batch:
-    return noised(config, 3, jax.random.split(key, 3))
+    keys = jax.random.split(key, 3)
+    shape = (config.batch, config.image, config.image, 3)
+    return noised(jax.random.normal(keys[0], shape), *keys[1:])
 
 
 problem = base.problem_of(UNet, SIZES, batch, base.squared_error)

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import models, report, request, results, softmax, variants
-from benchmarks.commands import compiled, error, gpu, host, step
+from benchmarks import models, report, request, results, variants
+from benchmarks.commands import error, gpu, host, step
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
-from benchmarks.sections import SECTIONS
+from benchmarks.tables import SECTIONS
 from helpers import MATMULS, dtypes_of
 
 pytestmark = pytest.mark.once
-INSTALLED = [name for name in variants.NAMES if variants.reason_missing(name) is None]
+INSTALLED = [name for name in variants.NAMES if not variants.missing_package(name)]
 # The router with its gates, and the states, are in float32 in public models, too.
 WIDE = dict(moe=12, mamba=1)
 # They have the layers of another one.
@@ -48,15 +48,14 @@ def test_steps_keep_their_carries(variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [m for m in models.NAMES if m not in SAME])
 def test_a_hand_set_model_forgets_no_layer(model):
-    """One to which it forgot to give its dtype is a false twin."""
+    """A layer without its dtype would make a false baseline."""
     tiny, full = (
         jax.eval_shape(models.problem(model, size).init, jax.random.key(0))
         for size in models.SIZES
     )
     assert jax.tree.structure(tiny) == jax.tree.structure(full)
-    training = variants.training("hand_bf16", model, "tiny")
-    (params, others, *_), batch = training.shapes()
-    rows = dtypes_of(training.problem.loss, params, others, batch, primitive=MATMULS)
+    task = models.problem(model, "tiny", jnp.bfloat16)
+    rows = dtypes_of(task.loss, *task.shapes(), primitive=MATMULS)
     found = [first for first, *_ in rows]
     assert found.count("float32") == WIDE.get(model, 0)
     assert {*found} - {"float32"} == {"bfloat16"}
@@ -67,34 +66,24 @@ def test_the_expert_casts_scores_up_and_probabilities_back():
         low = jax.nn.softmax(scores.astype(jnp.bfloat16))
         return low.astype(jnp.float32) + jax.nn.softmax(scores)
 
-    scores, seen = jnp.linspace(-3.0, 3.0, 12).reshape(3, 4), []
+    scores = jnp.linspace(-3.0, 3.0, 12).reshape(3, 4)
     narrow = scores.astype(jnp.bfloat16).astype(jnp.float32)
-    made = softmax.in_float32(loss, lambda: seen.append(True))(scores)
+    made = variants.softmax_in_float32(loss)(scores)
     wanted = jax.nn.softmax(narrow).astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_array_equal(made, wanted + jax.nn.softmax(scores))
-    assert len(seen) == 1
 
 
-def test_cells_labels_and_reasons():
+def test_what_is_asked_for_and_why_it_failed():
     hand = ["hand_bf16", "smcast_bf16"]
-    asked = Request(("mlp", "t5"), options={"recompute": False})
+    asked = Request(("mlp", "t5"))
     assert asked.cells((), hand) == [("mlp", hand[:1]), ("t5", hand)]
-    assert asked.label("amp_bf16") == "amp_bf16[recompute=False]"
-    assert asked.label("hand_bf16") == "hand_bf16"
     text = request.reason(RuntimeError("no /home/me/venv/lib/x.so: f32[8]/2\nmore"))
     assert text == "RuntimeError: no x.so: f32[8]/2"
-
-
-def test_command_line(capsys):
-    line = "gpu --models mlp,lstm --option recompute=False --platform cpu --resume"
-    parsed = cli.parser().parse_args(line.split())
-    assert parsed.models == ("mlp", "lstm")
-    assert parsed.option == [("recompute", False)]
-    assert (parsed.platform, parsed.resume, parsed.size) == ("cpu", True, "full")
-    for line in ("", "tpu --target v4", "tpu --models moon", "tpu --option recompute"):
+    parsed = cli.parser().parse_args("gpu --models mlp,lstm --platform cpu".split())
+    assert (parsed.models, parsed.platform) == (("mlp", "lstm"), "cpu")
+    for line in ("", "tpu --target v4", "tpu --models moon"):
         with pytest.raises(SystemExit):
             cli.parser().parse_args(line.split())
-        assert "usage" in capsys.readouterr().err, line
     assert {*SECTIONS} < {*cli.COMMANDS}
 
 
@@ -128,17 +117,17 @@ def test_the_page_of_the_repository_is_made_of_its_figures(tmp_path, monkeypatch
 def test_what_is_compared():
     """Times with those of the same run, float16 with float16, and no failures."""
     times = {
-        "hand_fp16": {"run": 0, "step_ms": [1.0, 2.0, 3.0]},
-        "amp_fp16": {"run": 0, "step_ms": [1.0, 1.0, 3.0]},
-        "amp_fp16[a=1]": {"run": 1, "step_ms": [1.0, 1.0]},
-        "amp_bf16": {"run": 0, "step_ms": [3.0]},
-        "hand_bf16": {"run": 0, "error": "no room"},
+        "hand_fp16": {"run": 0, "step_ms": [1.0, 2.0]},
+        "amp_fp16": {"run": 0, "step_ms": [4.0, 2.0], "kernels": 3},
+        "float32": {"run": 1, "step_ms": [1.0, 1.0]},
+        "hand_bf16": {"run": 0, "error": "no memory"},
     }
     gpu = SECTIONS["gpu"]
-    assert gpu.row("amp_fp16", times)[:2] == ["1.000 (0.50)", "1.000 to 3.000"]
-    assert gpu.row("amp_fp16[a=1]", times)[0] == "1.000"
-    assert gpu.ratios("ms", "amp_bf16", times) == []
-    assert gpu.line(times["hand_bf16"]) == "no room"
+    assert gpu.row("amp_fp16", times) == ["3.000 ± 1.000 (2.00)", "", "", "3", ""]
+    assert gpu.row("float32", times)[0] == "1.000 ± 0.000"
+    assert gpu.line(times["hand_bf16"]) == "no memory"
+    host = {"float32": {"run": 0, "cpu_s": 2.0}, "amp_bf16": {"run": 1, "cpu_s": 3.0}}
+    assert SECTIONS["host"].ratios("cpu_s", "amp_bf16", host) == []  # of two runs
 
 
 @pytest.mark.slow
@@ -153,15 +142,13 @@ class TestCommands:
         (found,) = read_all(tmp_path)
         assert found.size == "full"  # the models are tiny; the report shows it
         wrong, in_float16 = (found.cells["mlp"][v]["errors"][0] for v in asked.variants)
-        assert 0 < in_float16 < wrong < 0.3
+        assert 0 < in_float16 < wrong < 30
 
     def test_host(self, tmp_path, monkeypatch):
         monkeypatch.setattr(host, "REPEATS", 1)
         host.run(Request(("mlp",), ("float32",), size="tiny", folder=tmp_path))
         (found,) = read_all(tmp_path)
-        figures = found.cells["mlp"]["float32"]
-        assert all(len(figures[key]) == 1 for key in ("trace_s", "lower_s", "cpu_s"))
-        assert figures["ops"] > 100
+        assert found.cells["mlp"]["float32"]["cpu_s"] > 0
 
     def test_timing(self, monkeypatch):
         monkeypatch.setattr(gpu, "_TURN_S", 0.001)
@@ -173,15 +160,6 @@ class TestCommands:
 
     def test_step(self, tmp_path, monkeypatch):
         monkeypatch.setattr(step, "LAYERS", (1,))
-        step.run(Request(size="tiny", folder=tmp_path), rounds=5)
+        step.run(Request(folder=tmp_path), rounds=5)
         text = (tmp_path / "step.md").read_text()
-        assert text.count("| `make_train_step` | ") == 2 + len(step.DEVICES)
-
-
-def test_fsdp_takes_the_largest_axis_that_divides():
-    over = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    shapes = {"w": (12, 16, 32), "odd": (3, 5), "scalar": ()}
-    tree = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
-    spec = jax.sharding.PartitionSpec
-    wanted = {"w": spec(None, None, "data"), "odd": spec(), "scalar": spec()}
-    assert {k: s.spec for k, s in compiled.fsdp(tree, over).items()} == wanted
+        assert text.count("| `make_train_step` | ") == len(step.DEVICES)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from _programs import WITHIN, norm, normal, over_devices, with_jvp, with_vjp
-from benchmarks.exact import with_exact_products
+from benchmarks.matmuls import exact_matmuls
 from flax_amp import amp
 from helpers import HALVES, MATMULS, equations, equations_of, jit, relative_error
 
@@ -219,7 +219,7 @@ def test_cotangents_are_summed_in_float32(name):
     def scaled(f):
         # XLA for the CPU adds up some products of halves in half.
         grad = jax.grad(lambda *a: SCALE * f(*a), (0, 1))
-        return jit(with_exact_products(grad))(*ROWS)
+        return jit(exact_matmuls(grad))(*ROWS)
 
     assert relative_error(scaled(lowered), scaled(fn)) < 0.03
 

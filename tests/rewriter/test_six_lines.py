@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from _six_lines import MOVES, Reading
-from benchmarks.exact import with_exact_products
+from benchmarks.matmuls import exact_matmuls
 from flax_amp import amp
 from helpers import HALVES, exact_jit, scoped_equations
 
@@ -148,7 +148,7 @@ def check(program, half):
             others = found.get(key, [])
             text = f"{key}: {asked} by the lines, {others} under amp"
             assert agree(key, asked, others), text
-    run = exact_jit(lambda *args: (by_lines(*args), with_exact_products(fn)(*args)))
+    run = exact_jit(lambda *args: (by_lines(*args), exact_matmuls(fn)(*args)))
     # A sum in another order may change one rounding, but not for each draw.
     pairs = (run(*arguments(seed)) for seed in range(3))
     gaps = [abs(ours - lines) / abs(lines) for lines, ours in pairs]

@@ -1,6 +1,6 @@
-"""One process of the run: it goes on from the newest checkpoint until it is killed.
+"""One process of the soak: it goes on from the newest checkpoint until it is killed.
 
-Usage: python -m benchmarks.soak.worker DIRECTORY RECORD SEED UNTIL SAVE_EVERY
+Usage: python -m benchmarks.soak DIRECTORY RECORD SEED UNTIL SAVE_EVERY
 
 It writes a line of JSON for its start, for each step and each save into RECORD, and
 says on its standard output when it begins to save.
@@ -13,7 +13,7 @@ import pathlib
 import resource
 import sys
 import warnings
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from flax import linen as nn
 import flax_amp
 from flax_amp import AmpTrainState, checkpoint
 
-FIRST_SCALE, PATIENCE = 2.0**15, 30
 _FEATURES, _CLASSES, _EXAMPLES, _WIDTH = 32, 10, 32, 64
 _BAD = (np.nan, np.inf, 1e30)
 
@@ -63,7 +62,7 @@ def new_state(seed: int) -> AmpTrainState:
         rngs={"dropout": jax.random.key(seed + 1)},
         tx=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3)),
         precision="16-mixed",
-        scaler=flax_amp.init_scaler(scaler=FIRST_SCALE, patience=PATIENCE),
+        scaler=flax_amp.init_scaler(patience=30),
     )
 
 
@@ -97,52 +96,42 @@ def batch_of(seed: int, number: int) -> dict[str, np.ndarray]:
     return {"x": x, "y": y, "weight": np.full(_EXAMPLES, weight, np.float32)}
 
 
-def digest(state: AmpTrainState) -> str:
-    """Returns a text that changes with any bit of what an update changes."""
-    changed = (state.params, state.opt_state.inner_state, state.variables)
-    found = hashlib.sha256()
-    for leaf in jax.device_get(jax.tree.leaves(changed)):
-        found.update(leaf.tobytes())
-    return found.hexdigest()[:16]
-
-
 def main(directory: str, record: str, seed: int, until: int, save_every: int) -> None:
     step = flax_amp.make_train_step(loss_fn, has_aux=True)
     # A line is written when it ends, so that a kill loses none.
     with open(record, "w", buffering=1) as lines:
-        state = _resume(directory, new_state(seed), lines)
+        state, told = _resume(directory, new_state(seed))
+        print(json.dumps({"told": told, **_seen(state)}), file=lines)
         with checkpoint.manager(directory) as manager:
             for number in range(int(state.step), until):
-                state, metrics = step(state, batch_of(seed, number))
-                _write(lines, _seen(number, state, metrics))
+                state, _ = step(state, batch_of(seed, number))
+                print(json.dumps(_seen(state)), file=lines)
                 if (number + 1) % save_every == 0:
                     manager.wait_until_finished()  # a save holds arrays until then
-                    _write(lines, {"saved": number + 1, **_memory()})
+                    print(json.dumps(_memory()), file=lines)
                     print(number + 1, flush=True)
                     checkpoint.save(manager, state)
 
 
-def _resume(directory: str, state: AmpTrainState, lines: TextIO) -> AmpTrainState:
+def _resume(directory: str, state: AmpTrainState) -> tuple[AmpTrainState, list[str]]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", checkpoint.CheckpointWarning)
         with contextlib.suppress(FileNotFoundError):  # the first process
             state = checkpoint.restore(directory, state)
-    told = [str(warning.message) for warning in said]
-    found = {"restored": int(state.step), "digest": digest(state)}
-    _write(lines, found | {"told": told})
-    return state
+    return state, [str(warning.message) for warning in said]
 
 
-def _seen(number: int, state: AmpTrainState, metrics: Any) -> dict[str, Any]:
+def _seen(state: AmpTrainState) -> dict[str, Any]:
+    """Returns what is compared of a state; of all that an update changes, a digest."""
+    changed = (state.params, state.opt_state.inner_state, state.variables)
+    digest = hashlib.sha256()
+    for leaf in jax.device_get(jax.tree.leaves(changed)):
+        digest.update(leaf.tobytes())
     return {
-        "n": number,
-        "loss": float(metrics["loss"]),
-        "finite": bool(metrics["grads_finite"]),
         "step": int(state.step),
         "scale": float(state.scaler["scaler"]),
-        "count": int(state.scaler["count"]),
         "skipped": int(state.opt_state.total_notfinite),
-        "digest": digest(state),
+        "digest": digest.hexdigest()[:16],
     }
 
 
@@ -150,10 +139,6 @@ def _memory() -> dict[str, float]:
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     megabytes = pages * resource.getpagesize() / 1e6
     return {"megabytes": megabytes, "arrays": len(jax.live_arrays())}
-
-
-def _write(lines: TextIO, facts: dict[str, Any]) -> None:
-    lines.write(json.dumps(facts) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The twin rounds what goes into matmuls and comes out of them, and nothing else."""
+"""What is replaced are matmuls, wherever they stand, and nothing else."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,7 @@ import flax_amp
 from _programs import PROGRAMS, WITHIN, loss_of
 from _programs import W as WEIGHT
 from _programs import X as DATA
-from benchmarks.exact import with_exact_products
-from benchmarks.twin import cast_products, count_cast
+from benchmarks.matmuls import cast_matmuls, count_cast, exact_matmuls
 from helpers import (
     HALVES,
     MATMULS,
@@ -29,22 +28,22 @@ def rounded(x, dtype):
     return np.asarray(jnp.asarray(x, jnp.float32).astype(dtype), np.float64)
 
 
-def product(w, x):
-    return x @ w
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("rows", [(4,), ()])
-def test_a_matmul_and_its_derivatives_are_exact(dtype, rows):
+def test_a_matmul_and_its_derivatives_are_rounded_once(dtype, rows):
     """Operands, cotangents and results, of vectors too: with NumPy, in float64."""
+
+    def all_of(w, x, ct):
+        out, pull = jax.vjp(lambda w, x: x @ w, w, x)
+        return out, *pull(ct)
+
     rng = np.random.default_rng(0)
     shapes = (5, 3), (*rows, 5), (*rows, 3)
-    w, x, ct = (rng.normal(size=s).astype(np.float32) for s in shapes)
-    out, pull = jit(lambda: jax.vjp(cast_products(product, dtype), w, x))()
-    low_w, low_x, low_ct = (rounded(v, dtype) for v in (w, x, ct))
+    args = [rng.normal(size=s).astype(np.float32) for s in shapes]
+    low_w, low_x, low_ct = (rounded(v, dtype) for v in args)
     by_w = np.atleast_2d(low_x).T @ np.atleast_2d(low_ct)
     wanted = (low_x @ low_w, by_w, low_ct @ low_w.T)
-    for a, b in zip((out, *jit(pull)(ct)), wanted, strict=True):
+    for a, b in zip(jit(cast_matmuls(all_of, dtype))(*args), wanted, strict=True):
         assert a.dtype == jnp.float32
         np.testing.assert_array_equal(np.asarray(a, np.float64), rounded(b, dtype))
 
@@ -64,11 +63,10 @@ NOT_CAST = {
 @pytest.mark.parametrize("name", NOT_CAST)
 def test_what_is_not_cast(name):
     fn = NOT_CAST[name]
-    twin = cast_products(fn, jnp.bfloat16)
+    cast = cast_matmuls(jax.grad(fn), jnp.bfloat16)
     assert count_cast(jax.make_jaxpr(fn)(WEIGHT, DATA)) == 0
-    assert "bf16" not in str(jax.make_jaxpr(twin)(WEIGHT, DATA))
-    found = jit(jax.grad(twin))(WEIGHT, DATA)
-    assert_identical(found, jit(jax.grad(fn))(WEIGHT, DATA))
+    assert "bf16" not in str(jax.make_jaxpr(cast)(WEIGHT, DATA))
+    assert_identical(jit(cast)(WEIGHT, DATA), jit(jax.grad(fn))(WEIGHT, DATA))
 
 
 def in_while(fn):
@@ -83,41 +81,24 @@ def in_while(fn):
 AROUND = WITHIN | {"while": in_while}
 
 
+def derivative(around, fn):
+    return fn if around == "while" else jax.value_and_grad(fn)
+
+
 @pytest.mark.parametrize("around", AROUND)
 def test_matmuls_in_other_code_are_cast(around):
     """As many of them as are in half under `amp`."""
     fn = loss_of(AROUND[around](PROGRAMS["mlp"]))
-    twin = cast_products(fn, jnp.bfloat16)
-    derivative = jax.value_and_grad if around != "while" else lambda fn: fn
-    plain, found = (jit(derivative(f))(WEIGHT, DATA) for f in (fn, twin))
+    whole = derivative(around, fn)
+    plain, found = (
+        jit(f)(WEIGHT, DATA) for f in (whole, cast_matmuls(whole, jnp.bfloat16))
+    )
     assert_same_avals(found, plain)
     assert 1e-4 < relative_error(found, plain) < 2e-2
-    made = jax.make_jaxpr(fn)(WEIGHT, DATA)
     explained = flax_amp.explain(fn, backward=False)(WEIGHT, DATA)
     matmuls = [e for e in explained.equations if e.primitive in MATMULS]
-    assert count_cast(made) == sum(e.times for e in matmuls if e.is_low) > 0
-
-
-def test_the_rule_of_the_user_is_kept_and_cast():
-    """It is of another function, and refuses what nobody differentiates by."""
-    other = lambda w, x: jnp.sin(x @ w) @ w  # noqa: E731
-    fn = jax.custom_vjp(product)
-
-    def forward(w, x):
-        assert w.perturbed and not x.perturbed
-        return fn(w.value, x.value), (w.value, x.value)
-
-    def backward(args, ct):
-        return jax.vjp(other, *args)[1](ct)[0], None
-
-    fn.defvjp(forward, backward, symbolic_zeros=True)
-    twin, wanted = (cast_products(f, jnp.bfloat16) for f in (fn, other))
-    ct = jnp.cos(jnp.arange(float(DATA.size))).reshape(DATA.shape)
-    found, wanted = (
-        jit(lambda f=f: jax.vjp(lambda w: f(w, DATA), WEIGHT)[1](ct))()
-        for f in (twin, wanted)
-    )
-    assert_identical(found, wanted)
+    low = sum(e.times for e in matmuls if e.is_low)
+    assert count_cast(jax.make_jaxpr(fn)(WEIGHT, DATA)) == low > 0
 
 
 @pytest.mark.parametrize("around", AROUND)
@@ -130,9 +111,8 @@ def test_exact_matmuls(dtype, around):
         z = lax.conv_general_dilated(y.T[None], low_w[None], (1,), "SAME")
         return (y @ low_w + z[0].T).astype(jnp.float32) + x @ w
 
-    fn = loss_of(AROUND[around](matmuls))
-    fn = jax.grad(fn) if around != "while" else fn
-    exact = with_exact_products(fn)
+    fn = derivative(around, loss_of(AROUND[around](matmuls)))
+    exact = exact_matmuls(fn)
     before, after = (
         equations_of(f, WEIGHT, DATA, primitive=MATMULS) for f in (fn, exact)
     )
@@ -144,14 +124,3 @@ def test_exact_matmuls(dtype, around):
     found, plain = (jit(f)(WEIGHT, DATA) for f in (exact, fn))
     assert_same_avals(found, plain)
     assert relative_error(found, plain) < 2 * jnp.finfo(dtype).eps
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_an_exact_matmul_is_rounded_once(dtype):
-    """Compared with NumPy, in float64; but for what lies between two halves."""
-    w, x = np.random.default_rng(0).normal(size=(2, 64, 64))
-    low = (jnp.asarray(v, dtype) for v in (w, x))
-    found = jit(with_exact_products(product))(*low)
-    wanted = rounded(rounded(x, dtype) @ rounded(w, dtype), dtype)
-    assert found.dtype == dtype
-    assert np.mean(np.asarray(found, np.float64) != wanted) < 0.002
