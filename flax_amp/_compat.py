@@ -5,7 +5,6 @@ operands as counts, equations bound by one call. Supported: JAX 0.10, 0.11, 0.12
 """
 
 import contextlib
-import functools
 import importlib
 import itertools
 import os
@@ -16,8 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import Literal, Primitive
-from jax.extend.core import primitives as _public_primitives
+from jax.extend.core import Literal, primitives
 
 # What annotations call JAX's objects. Type checkers learn nothing from its classes: an
 # `AbstractValue` has no dtype for them, and a closed jaxpr is an open one in JAX 0.12.
@@ -28,39 +26,25 @@ Aval = Any  # jax.core.ShapedArray
 DType = Any  # numpy.dtype
 Params = dict[str, Any]  # of an equation
 Eqn = Any  # jax.extend.core.JaxprEqn
-Jaxpr = Any  # jax.extend.core.Jaxpr or ClosedJaxpr, or an `EditedJaxpr`
+Jaxpr = Any  # jax.extend.core.Jaxpr or ClosedJaxpr
 Var = Any  # jax.extend.core.Var
 
 # The lines of operations, in profiles and errors, are the user's.
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 source_info_util.register_exclusion(_PACKAGE)
 
-# `jax.extend.core.primitives` leaves out a few collectives and linear-algebra
-# primitives that a policy has to name.
-_PRIVATE_PRIMITIVE_MODULES = (
-    "jax._src.core",
-    "jax._src.lax.lax",
-    "jax._src.lax.parallel",
-    "jax._src.lax.linalg",
-    "jax._src.lax.slicing",
-    "jax._src.pjit",
-    "jax._src.xla_metadata",
-)
-
 _JAX_FOLDER = os.path.dirname(jax.__file__)
 
 
-@functools.cache
-def primitives() -> dict[str, Primitive]:
-    """Returns every primitive that this JAX names, by `Primitive.name`."""
-    modules = [importlib.import_module(name) for name in _PRIVATE_PRIMITIVE_MODULES]
-    found = {}
-    for module in (*modules, jax.lax, _public_primitives):
-        for attribute in dir(module):
-            value = getattr(module, attribute) if attribute.endswith("_p") else None
-            if isinstance(value, Primitive):
-                found[value.name] = value
-    return found
+def _private(module: str) -> Any:
+    """Returns a module of `jax._src` that no public name leads to."""
+    return importlib.import_module(f"jax._src.{module}")
+
+
+_CORE = _private("core")
+# What no public name has: a primitive, and the type of typed PRNG keys.
+ragged_dot_general_p: Any = _private("lax.lax").ragged_dot_general_p
+KeyArray: Any = _private("random.prng").PRNGKeyArray
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:
@@ -69,11 +53,6 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     Since JAX 0.11 there is one class for both; before, a `ClosedJaxpr` wraps a `Jaxpr`.
     """
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
-
-
-def _private(module: str) -> Any:
-    """Returns a module of `jax._src` that no public name leads to."""
-    return importlib.import_module(f"jax._src.{module}")
 
 
 def is_jaxpr(value: Any) -> bool:
@@ -93,15 +72,11 @@ def source_of(closed: Jaxpr) -> str:
 
 def has_options(eqn: Eqn) -> bool:
     """Whether a jit has shardings, layouts or other options of its own."""
-    params = eqn.params
-    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-    layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
-    return (
-        any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
-        or any(layout is not None for layout in layouts)
-        or any(params.get("donated_invars", ()))
-        or bool(params.get("compiler_options_kvs"))
-    )
+    names = """in_shardings out_shardings in_layouts out_layouts donated_invars
+    compiler_options_kvs""".split()
+    given = [x for name in names for x in eqn.params[name]]
+    unset = ("NoneType", "UnspecifiedValue")
+    return any(x is not False and type(x).__name__ not in unset for x in given)
 
 
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
@@ -125,34 +100,9 @@ def bind(eqn: Eqn, operands: Sequence[Array], params: Params) -> list[Array]:
     primitive = eqn.primitive
     if "bwd" in params:  # JAX runs it under the line of the call
         params = {**params, "bwd": params["bwd"].wrap(_with_own_lines, (), None)}
-    bind_params = primitive.get_bind_params(params)
-
-    def one_by_one() -> None:
-        body = params.get("jaxpr", params.get("call_jaxpr"))
-        if body is not None:
-            evaluate(body, operands, bind_in_context)
-
-    outs = call_or_locate_nan(
-        lambda: primitive.bind(*operands, **bind_params), one_by_one
-    )
+    outs = primitive.bind(*operands, **primitive.get_bind_params(params))
     # The batching rule of `dce_sink` gives a result that the primitive does not have.
     return list(outs)[: len(eqn.outvars)] if primitive.multiple_results else [outs]
-
-
-def call_or_locate_nan(call: Callable[[], Any], one_by_one: Callable[[], Any]) -> Any:
-    """Returns the result of a call, and says which operation made a NaN.
-
-    Under `jax_debug_nans`, `jax.jit` runs a function that returns a NaN once more,
-    operation by operation. A jit in a jaxpr only fails.
-
-    `one_by_one` does the same as `call`, and raises at the operation with the NaN.
-    """
-    try:
-        return call()
-    except _private("api_util").InternalFloatingPointError as error:
-        message = f"invalid value ({error.ty}) encountered in {error.name}"
-    one_by_one()
-    raise FloatingPointError(message)
 
 
 def bind_in_context(eqn: Eqn, operands: Arrays) -> Arrays:
@@ -168,11 +118,9 @@ def evaluate(
 ) -> Arrays:
     """Runs a jaxpr equation by equation; returns its results.
 
-    Args:
-      closed: the jaxpr; if it is open, it must have no constants.
-      operands: one for each input, arrays or anything that `run` takes.
-      run: returns the results of an equation for its operands; by default those that
-        JAX computes. Literals and constants reach it as they are.
+    `run` returns the results of an equation for its operands, by default those that JAX
+    computes. Operands are arrays or anything else that `run` takes. Literals and
+    constants reach it as they are.
     """
     jaxpr, consts = open_jaxpr(closed)
     env = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -239,29 +187,29 @@ _REWRITTEN = "The last frames are those of the function that flax_amp has rewrit
 def _show_line(kind: Any, error: BaseException | None, traceback: Any) -> None:
     """Ends the traceback of a NaN where the user's function has the operation.
 
-    JAX gives the error a cause with these frames, which `jax.jit` drops.
+    JAX gives the error a cause with these frames, which `jax.jit` drops. A jit that is
+    bound raises an internal one instead.
     """
+    if isinstance(error, _private("api_util").InternalFloatingPointError):
+        raise FloatingPointError(f"invalid value ({error.ty}) in {error.name}")
     if not isinstance(error, FloatingPointError):
         return
     if _REWRITTEN in getattr(error, "__notes__", ()):
         return  # deeper, and so more precise
     source = error.__cause__
-    if source is not None and type(source).__name__ == _STACK_TRACE:
+    name = type(source).__name__
+    if source is not None and name == "JaxStackTraceBeforeTransformation":
         error.__traceback__ = _behind_package(source.__traceback__)
         error.add_note(_REWRITTEN)
-
-
-_STACK_TRACE = "JaxStackTraceBeforeTransformation"
 
 
 def _behind_package(traceback: Any) -> Any:
     """Returns the part of a traceback below the last frame of this package."""
     last, frame = traceback, traceback
-    while frame is not None:
+    while frame and frame.tb_next:
         is_own = frame.tb_frame.f_code.co_filename.startswith(_PACKAGE)
-        if is_own and frame.tb_next is not None:
-            last = frame.tb_next
         frame = frame.tb_next
+        last = frame if is_own else last
     return last
 
 
@@ -309,10 +257,7 @@ def with_scopes(eqn: Eqn, scopes: Sequence[Any]) -> Any:
 
 
 def struct_of(aval: Aval, dtype: DType) -> jax.ShapeDtypeStruct:
-    """Returns what `jax.make_jaxpr` needs to trace an operand like `aval`.
-
-    Keeps the sharding type and the manual (`shard_map`) axes of `aval`.
-    """
+    """Returns the shape of an operand for `jax.make_jaxpr`, with its shard_map axes."""
     return jax.ShapeDtypeStruct(
         aval.shape,
         dtype,
@@ -338,7 +283,7 @@ def with_weak_type(x: Array, is_weak: bool) -> Array:
     """
     if getattr(jax.typeof(x), "weak_type", False) == is_weak:
         return x
-    convert = _public_primitives.convert_element_type_p
+    convert = primitives.convert_element_type_p
     return convert.bind(x, new_dtype=x.dtype, weak_type=is_weak, sharding=None)
 
 
@@ -368,12 +313,9 @@ def name_arrays(
 def traced_as(
     function: Callable[..., Any], fun: Callable[..., Any], names: Sequence[str]
 ) -> Callable[..., Any]:
-    """Returns a function whose errors under a trace are those of the user's function.
+    """Returns a function of arrays whose errors are those of the user's function `fun`.
 
-    Args:
-      function: the function of a flat list of arrays that is traced.
-      fun: the user's function that it calls.
-      names: what the arrays are called among the arguments of the user's function.
+    `names` are what the arrays are called among the arguments of `fun`.
     """
     info: Any = jax.api_util.debug_info("amp", fun, (), {})
     # The attribute by which JAX names functions that it makes from others.
@@ -381,38 +323,20 @@ def traced_as(
     return function
 
 
-_CORE = _private("core")
+def atom_of(x: Any) -> Var | np.ndarray | None:
+    """Returns what stands for a tracer in the jaxpr that is being, or was, made.
 
-# The type of typed PRNG keys, which no public name has.
-KeyArray: Any = _private("random.prng").PRNGKeyArray
-
-
-# --- tracers -------------------------------------------------------------------------
-
-_TRACE = (_CORE.Trace, _CORE.Jaxpr, _CORE.JaxprEqn)
-_TRACING = "jax._src.interpreters.partial_eval"
-
-
-def variable_of(x: Any) -> Var | None:
-    """Returns the variable of a tracer of a jaxpr that is being, or was, made.
-
-    `None` for everything else.
+    It is a variable, or the number of a literal such as `jnp.float32(2)`; `None` for
+    tracers of another kind, and for what is no tracer.
     """
-    variable = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
-    return variable if isinstance(variable, jax.extend.core.Var) else None
-
-
-def number_of(x: Any) -> Array | None:
-    """Returns the number of a tracer that stands for one, such as `jnp.float32(2)`.
-
-    `None` for everything else.
-    """
-    literal = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
-    if not isinstance(literal, jax.extend.core.Literal):
-        return None
-    return np.asarray(literal.val, jax.numpy.result_type(x))
+    atom = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
+    if isinstance(atom, Literal):
+        return np.asarray(atom.val, jax.numpy.result_type(x))
+    return atom if isinstance(atom, jax.extend.core.Var) else None
 
 
 def is_of_trace(x: Any) -> bool:
     """Whether an object belongs to a trace, and so reaches all that the trace made."""
-    return isinstance(x, _TRACE) or type(x).__module__ == _TRACING
+    of_trace = (_CORE.Trace, _CORE.Jaxpr, _CORE.JaxprEqn)
+    module = "jax._src.interpreters.partial_eval"
+    return isinstance(x, of_trace) or type(x).__module__ == module

@@ -105,14 +105,7 @@ def stays_finite(new: PyTree, old: PyTree) -> jax.Array:
     """Returns bool[]: no element is an inf or a NaN in `new` that was finite in `old`.
 
     An element that was not finite before may stay so: a running maximum starts at -inf.
-
-    Args:
-      new: any pytree; `None` stands for a leaf that did not change.
-      old: a tree of the same structure and shapes.
-
-    Example:
-      >>> bool(stays_finite({"max": -jnp.inf}, {"max": -jnp.inf}))
-      True
+    `None` in `new` stands for a leaf that did not change.
     """
 
     def of_leaf(new: Any, old: Any) -> Any:

@@ -176,7 +176,7 @@ def read_precision(word: Any) -> tuple[Any, MatmulDType]:
 default_amp_policy: dict[Any, PrecisionFunction] = {
     lax.dot_general_p: use_compute_precision,
     lax.conv_general_dilated_p: use_compute_precision,
-    _compat.primitives()["ragged_dot_general"]: use_compute_precision,
+    _compat.ragged_dot_general_p: use_compute_precision,
     "amp_stop": use_original_precision,
     "amp_default": use_original_precision,
 }
@@ -298,17 +298,12 @@ class Policy:
         self.may_leave_float32 = any(fn not in mine for fn in functions.values())
 
     def decide(self, primitive: Primitive, scopes: tuple[str, ...]) -> Decision:
-        """Returns the decision for one equation, with the scopes around it."""
-        return self.matching(primitive, scopes)[0]
+        """Returns the decision for one equation, with the scopes around it.
 
-    def matching(self, primitive: Primitive, scopes: tuple[str, ...]) -> list[Decision]:
-        """Returns the decisions of all keys that match one equation.
-
-        The first one decides: that of the outermost scope, or else of the primitive.
+        That of the outermost scope decides, or else of the primitive.
         """
-        by_primitive = self._primitives.get(primitive.name)
-        found = (*self._match(scopes), by_primitive, self._default)
-        return [decision for decision in found if decision]
+        by_primitive = self._primitives.get(primitive.name, self._default)
+        return next(iter(self._match(scopes)), by_primitive)
 
     def unmatched(self, all_scopes: Iterable[tuple[str, ...]]) -> set[str]:
         """Returns the scope keys that match none of the nested scopes given."""

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
 
 import flax_amp
-from flax_amp import _compat
 from flax_amp._rewriter.primitives import TRAITS, Kind
 from flax_amp.policy import (
     InDtype,
@@ -22,7 +22,7 @@ F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
 
 
 def decide(entries, primitive, *scopes):
-    return Policy(entries).decide(_compat.primitives()[primitive], scopes)
+    return Policy(entries).decide(Primitive(primitive), scopes)
 
 
 def test_default_policy_is_a_plain_dict_of_functions():
@@ -37,7 +37,7 @@ def test_default_policy_is_a_plain_dict_of_functions():
         if fn is flax_amp.use_compute_precision
     }
     products = {name for name, row in TRAITS.items() if row.kind is Kind.PRODUCT}
-    assert low == products & set(_compat.primitives())
+    assert low == products
     assert len(flax_amp.default_amp_policy) == len(low) + 2
 
 

@@ -1,9 +1,9 @@
 """How equations with products in their bodies are emitted.
 
-A rule gets the operands as they are, in float32 or rounded, and what is asked of the
-bodies. It changes only what it has to (the bodies, and the dtypes at their borders) and
-leaves everything else as it is: names, shardings, donation, policies, unrolling. What
-has no product inside is bound as it was written, and needs no rule.
+Each function gets the operands as they are, in float32 or rounded, and what is known of
+the bodies from outside. It changes only what it has to (the bodies, and the dtypes at
+their borders) and leaves everything else as it is: names, shardings, donation,
+policies, unrolling. What has no product inside is bound as it was written.
 """
 
 import functools
@@ -16,33 +16,35 @@ from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, Eqn, Jaxpr
 from flax_amp._rewriter.casts import rounded
 from flax_amp._rewriter.custom_derivatives import custom_jvp, custom_vjp
-from flax_amp._rewriter.emit import Emitter, Rule
-from flax_amp._rewriter.flow import Ask, Uses
+from flax_amp._rewriter.emit import Emitter
+from flax_amp._rewriter.flow import Outside, ResultUses
 from flax_amp._rewriter.fp8 import PolicyOfPlainProducts
 from flax_amp._rewriter.primitives import bodies, is_float32
 from flax_amp._rewriter.streams import streams
 from flax_amp._tree import split_list
 
 
-def _jit(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+def _jit(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Arrays:
     """A jit stays a jit: same name, shardings, layouts, donation."""
-    body = emitter.rewrite_body(eqn.params["jaxpr"], operands, ask)
+    body = emitter.rewrite_body(eqn.params["jaxpr"], operands, outside)
     return _compat.bind(eqn, operands, eqn.params | {"jaxpr": body})
 
 
-def _call(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+def _call(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Arrays:
     """A plain call is evaluated in place."""
-    return emitter.emit(bodies(eqn)[0], operands, ask)
+    return emitter.emit(bodies(eqn)[0], operands, outside)
 
 
-def _checkpoint(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+def _checkpoint(
+    emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+) -> Arrays:
     """A checkpoint stays as it is: same `prevent_cse`, and same policy but for fp8."""
     # The backward pass reads the operands from memory.
     operands = [
         rounded(x) if is_float32(v) else x
         for x, v in zip(operands, eqn.invars, strict=True)
     ]
-    closed = emitter.rewrite_body(eqn.params["jaxpr"], operands, ask)
+    closed = emitter.rewrite_body(eqn.params["jaxpr"], operands, outside)
     body, consts = _compat.hoist_consts(closed)
     params = eqn.params | {"jaxpr": body}
     if emitter.planner.choose.policy.fp8_recipes and params["policy"] is not None:
@@ -50,11 +52,13 @@ def _checkpoint(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Array
     return _compat.bind(eqn, [*consts, *operands], params)
 
 
-def _shard_map(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+def _shard_map(
+    emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+) -> Arrays:
     """A shard_map stays as it is: same mesh, specs, manual axes and checks."""
     params = eqn.params
     return jax.shard_map(
-        lambda *xs: tuple(emitter.emit(params["jaxpr"], xs, ask)),
+        lambda *xs: tuple(emitter.emit(params["jaxpr"], xs, outside)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
@@ -63,14 +67,14 @@ def _shard_map(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays
     )(*operands)
 
 
-def _cond(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+def _cond(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Arrays:
     """Branches agree on the dtype of each result: half where that is asked."""
     index, *xs = operands
-    of_branches = ask.without(1)  # the index
+    of_branches = outside.without(1)  # the index
 
     def branch(closed: Any, *xs: Array) -> tuple[Array, ...]:
         outs = emitter.emit(closed, xs, of_branches)
-        return tuple(emitter.cast_like(outs, eqn.outvars, ask.uses.rounded))
+        return tuple(emitter.cast_like(outs, eqn.outvars, outside.uses.rounded))
 
     branches = [functools.partial(branch, b) for b in eqn.params["branches"]]
     platforms = eqn.params.get("branches_platforms")
@@ -88,27 +92,30 @@ def _cond(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
 # --- loops ---------------------------------------------------------------------------
 
 
-def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Arrays:
     """A scan carries the stream through a stack of layers in half precision.
 
     `streams.py` says which carry that is. Small terms add up in every other one, such
     as the state of a recurrence, or weights that each step updates. It stays float32.
     """
-    emitter = emitter.replace(is_straight=False)
+    emitter = emitter.replace(in_loop=True)
     closed, sizes = eqn.params["jaxpr"], _compat.scan_counts(eqn)
     consts, init, xs = split_list(operands, *sizes)
     start, count = len(consts), len(init)
     _, carries, _ = split_list(_compat.open_jaxpr(closed)[0].invars, *sizes)
-    *_, xs_are_arguments = split_list(ask.arguments, *sizes)
-    is_stream = streams(emitter.planner, closed, ask.context, sizes, xs_are_arguments)
-    rest = (False,) * len(xs)
-    uses = Uses(
-        is_stream + ask.uses.for_products[count:], is_stream + ask.uses.rounded[count:]
+    *_, xs_are_arguments = split_list(outside.arguments, *sizes)
+    is_stream = streams(
+        emitter.planner, closed, outside.context, sizes, xs_are_arguments
     )
-    of_body = Ask(
-        ask.context,
+    rest = (False,) * len(xs)
+    uses = ResultUses(
+        is_stream + outside.uses.for_products[count:],
+        is_stream + outside.uses.rounded[count:],
+    )
+    of_body = Outside(
+        outside.context,
         uses,
-        arguments=(*ask.arguments[:start], *(False,) * count, *xs_are_arguments),
+        arguments=(*outside.arguments[:start], *(False,) * count, *xs_are_arguments),
         after_product=(*(False,) * start, *is_stream, *rest),
     )
 
@@ -122,22 +129,22 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
         carry_out, ys = split_list(found, count)
         return tuple(emitter.cast_like(carry_out, carries, is_stream)), tuple(ys)
 
-    first = tuple(emitter.cast_like(_arrays(init), carries, is_stream))
+    first = tuple(emitter.cast_like(init, carries, is_stream))
     carry, ys = jax.lax.scan(body, first, tuple(xs), **_compat.scan_options(eqn))
     return [*carry, *ys]
 
 
-def _while(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+def _while(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Arrays:
     """A while loop carries float32; reverse mode does not differentiate it."""
     params = eqn.params
     sizes = params["cond_nconsts"], params["body_nconsts"]
     of_cond, of_body, init = split_list(operands, *sizes)
-    of_cond_arguments, of_body_arguments, _ = split_list(ask.arguments, *sizes)
+    of_cond_arguments, of_body_arguments, _ = split_list(outside.arguments, *sizes)
     start = _states(emitter, init, eqn.invars[sum(sizes) :])
     # The primitive is bound: under vmap there is a condition for each example, which
     # jax.lax.while_loop does not take.
-    condition = _in_float32(emitter, params["cond_jaxpr"], ask, of_cond_arguments)
-    body = _in_float32(emitter, params["body_jaxpr"], ask, of_body_arguments)
+    condition = _in_float32(emitter, params["cond_jaxpr"], outside, of_cond_arguments)
+    body = _in_float32(emitter, params["body_jaxpr"], outside, of_body_arguments)
     jaxprs = {
         "cond_jaxpr": jax.make_jaxpr(condition)(*of_cond, *start),
         "body_jaxpr": jax.make_jaxpr(body)(*of_body, *start),
@@ -145,20 +152,20 @@ def _while(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     return _compat.bind(eqn, [*of_cond, *of_body, *start], params | jaxprs)
 
 
-def _linear_solve(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
-    """The functions of a solver are rewritten; its vectors stay float32.
-
-    A solver applies the same map again and again, so its vectors are the state of a
-    loop.
-    """
+def _linear_solve(
+    emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+) -> Arrays:
+    """The functions of a solver are rewritten; its vectors are the state of a loop."""
     jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     *consts, vectors = split_list(operands, *lengths)
-    *are_arguments, _ = split_list(ask.arguments, *lengths)
+    *are_arguments, _ = split_list(outside.arguments, *lengths)
     state = _states(emitter, vectors, eqn.invars[sum(lengths) :])
     rewritten = [
         # Two of the four are absent if the user gave no `transpose_solve`.
         closed
-        and jax.make_jaxpr(_in_float32(emitter, closed, ask, flags))(*arrays, *state)
+        and jax.make_jaxpr(_in_float32(emitter, closed, outside, flags))(
+            *arrays, *state
+        )
         for closed, flags, arrays in zip(jaxprs, are_arguments, consts, strict=True)
     ]
     params = {**eqn.params, "jaxprs": type(jaxprs)(*rewritten)}
@@ -167,23 +174,19 @@ def _linear_solve(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arr
 
 
 def _in_float32(
-    emitter: Emitter, closed: Jaxpr, ask: Ask, are_arguments: Sequence[bool]
+    emitter: Emitter, closed: Jaxpr, outside: Outside, are_arguments: Sequence[bool]
 ) -> Callable[..., list[Array]]:
     """Returns a body of a loop as a function that gives float32.
 
-    Args:
-      emitter: emits it.
-      closed: the body.
-      ask: what is asked of the loop.
-      are_arguments: which of its first inputs are arguments of the whole program; the
-        others are states.
+    `are_arguments` tells which of its first inputs are arguments of the whole program;
+    the others are states.
     """
-    emitter = emitter.replace(is_straight=False, recompute=False)
+    emitter = emitter.replace(in_loop=True, recompute=False)
     results = _compat.open_jaxpr(closed)[0].outvars
 
     def body(*xs: Array) -> list[Array]:
         flags = (*are_arguments, *(False,) * (len(xs) - len(are_arguments)))
-        of_body = Ask.in_float32(ask.context, len(results), flags)
+        of_body = Outside.in_float32(outside.context, len(results), flags)
         return _states(emitter, emitter.emit(closed, xs, of_body), results)
 
     return body
@@ -194,16 +197,11 @@ def _states(emitter: Emitter, arrays: Arrays, atoms: Sequence[Atom]) -> list[Arr
 
     The results of a body must have the types of its inputs.
     """
-    cast = emitter.cast_like(_arrays(arrays), atoms, (False,) * len(atoms))
+    cast = emitter.cast_like(arrays, atoms, (False,) * len(atoms))
     return [_compat.with_weak_type(x, False) for x in cast]
 
 
-def _arrays(values: Arrays) -> list[Array]:
-    """Returns literals of a jaxpr as arrays."""
-    return [x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in values]
-
-
-RULES: dict[str, Rule] = {
+EMIT_BODIES: dict[str, Callable[..., Arrays]] = {
     "jit": _jit,
     "closed_call": _call,
     "eval_jaxpr": _call,

@@ -73,24 +73,18 @@ spread_p, collect_p = Primitive("flax_amp_spread"), Primitive("flax_amp_collect"
 
 
 def spread(x: Array, shape: Sequence[int], onto: Sequence[int], half: DType) -> Array:
-    """Returns a float32 array broadcast to a shape, in half precision.
+    """Returns a float32 array broadcast `onto` some axes of a shape, in half precision.
 
     Finite numbers stay finite, as in `cast_number`: an argument that is added to scores
     may be a mask of `-1e9`, which float16 lacks. Tangents and cotangents are only cast.
-
-    Args:
-      x: the array.
-      shape: the shape.
-      onto: which axis of the shape each axis of the array becomes.
-      half: the dtype.
     """
     # Axes of length one that grow are left out.
-    pairs = list(zip(x.shape, onto, strict=True))
-    kept = [(size, dim) for size, dim in pairs if size == shape[dim]]
-    x = lax.reshape(x, [size for size, _ in kept])
-    onto = tuple(dim for _, dim in kept)
-    params = dict(shape=tuple(shape), onto=onto, half=jnp.dtype(half))
-    return spread_p.bind(x, is_limited=True, **params)
+    pairs = zip(x.shape, onto, strict=True)
+    sizes = {axis: size for size, axis in pairs if size == shape[axis]}
+    params = dict(shape=tuple(shape), onto=tuple(sizes), half=jnp.dtype(half))
+    return spread_p.bind(
+        lax.reshape(x, list(sizes.values())), is_limited=True, **params
+    )
 
 
 def _spread(

@@ -27,22 +27,27 @@ from jax.custom_derivatives import SymbolicZero
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Eqn, Jaxpr, Var
 from flax_amp._rewriter.emit import Emitter
-from flax_amp._rewriter.flow import Ask, Flags
-from flax_amp._rewriter.primitives import bodies, is_float32
+from flax_amp._rewriter.flow import Flags, Outside
+from flax_amp._rewriter.primitives import bodies
+from flax_amp._rewriter.roles import Context
 from flax_amp._tree import fill, pick, split_list
 
 
-def custom_jvp(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+def custom_jvp(
+    emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+) -> Arrays:
     """The user's jvp rule is rewritten and attached again."""
-    call, operands = _prepare(emitter, eqn, operands, ask)
+    call, operands = _prepare(emitter, eqn, operands, outside)
     rebuilt = jax.custom_jvp(call)
     rebuilt.defjvp(functools.partial(_emit_jvp, call), symbolic_zeros=call.is_closure)
     return rebuilt(*operands)
 
 
-def custom_vjp(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+def custom_vjp(
+    emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+) -> Arrays:
     """The user's forward and backward functions are rewritten and attached again."""
-    call, operands = _prepare(emitter, eqn, operands, ask)
+    call, operands = _prepare(emitter, eqn, operands, outside)
     rebuilt = jax.custom_vjp(call)
     symbolic = call.is_closure and _compat.takes_symbolic_zeros()
     rebuilt.defvjp(
@@ -54,7 +59,7 @@ def custom_vjp(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays
 
 
 def _prepare(
-    emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask
+    emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
 ) -> tuple["_Call", Arrays]:
     """Returns the call for operands of these types, and its operands."""
     emitter = emitter.replace(recompute=False)  # its rule says what is stored
@@ -64,50 +69,32 @@ def _prepare(
     operands = operands[count:]
     params = {name: eqn.params[name] for name in eqn.params if name != "captured"}
     eqn = eqn.replace(invars=eqn.invars[count:], params=params)
-    ask = ask.without(count)
-    body = emitter.rewrite_body(bodies(eqn)[0], operands, ask)
-    of_operands = [jax.typeof(x) for x in operands]
-    of_results = [v.aval for v in _compat.open_jaxpr(body)[0].outvars]
-    in_halves, out_halves = (
-        tuple(
-            is_float32(v) and aval.dtype == emitter.half
-            for v, aval in zip(atoms, avals, strict=True)
-        )
-        for atoms, avals in ((eqn.invars, of_operands), (eqn.outvars, of_results))
-    )
-    call = _Call(emitter, eqn, ask, body, in_halves, out_halves, captured)
+    outside = outside.without(count)
+    body = emitter.rewrite_body(bodies(eqn)[0], operands, outside)
+    results = _compat.open_jaxpr(body)[0].outvars
+    in_halves = tuple(jax.typeof(x).dtype == emitter.half for x in operands)
+    out_halves = tuple(v.aval.dtype == emitter.half for v in results)
+    context = outside.context
+    call = _Call(emitter, eqn, context, body, in_halves, out_halves, captured)
     return call, [*known, *operands]
 
 
 # No repr: JAX writes that of functions into its debug information.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Call:
-    """A call of a function with a user's rule: what it takes to rebuild it.
-
-    Attributes:
-      emitter: emits its function and its rule.
-      eqn: the equation.
-      ask: what is known of its body from outside.
-      body: the rewritten function.
-      in_halves: which operands are half here, and float32 in the program.
-      out_halves: which results are.
-      captured: the variables that its rule closes over, whose arrays are operands in
-        front of those of the equation.
-      mask: which operands the rule is asked for.
-      arrays: those of the captured variables.
-      differentiated: those of them that have a derivative.
-    """
+    """A call of a function with a user's rule: what it takes to rebuild it."""
 
     emitter: Emitter
     eqn: Eqn
-    ask: Ask
-    body: Jaxpr
-    in_halves: Flags
-    out_halves: Flags
+    context: Context  # of its body
+    body: Jaxpr  # rewritten
+    in_halves: Flags  # which operands are half here
+    out_halves: Flags  # which results are
+    # What its rule closes over: their arrays are operands before those of the equation.
     captured: Sequence[Var]
-    mask: Flags = ()
-    arrays: Arrays = ()
-    differentiated: frozenset[Var] = frozenset()
+    mask: Flags = ()  # which operands the rule is asked for
+    arrays: Arrays = ()  # of the captured variables
+    differentiated: frozenset[Var] = frozenset()  # captured ones with a derivative
 
     def __call__(self, *operands: Array) -> tuple[Array, ...]:
         operands = operands[len(self.captured) :]
@@ -126,20 +113,19 @@ class _Call:
         What the function closes over has none: it is asked for if it is perturbed, and
         JAX raises an error then.
         """
-        count = len(self.captured)
-        consts = self.eqn.params["num_consts"]
+        counts = len(self.captured), self.eqn.params["num_consts"]
+        of_captured, of_consts, others = split_list(perturbed, *counts)
+        asked = (*of_consts, *(True,) * len(others))
         mask = tuple(
-            jnp.issubdtype(v.aval.dtype, jnp.inexact) and (is_perturbed or i >= consts)
-            for i, (v, is_perturbed) in enumerate(
-                zip(self.eqn.invars, perturbed[count:], strict=True)
-            )
+            is_asked and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+            for v, is_asked in zip(self.eqn.invars, asked, strict=True)
         )
-        pairs = zip(self.captured, perturbed, strict=False)
-        differentiated = frozenset(v for v, is_perturbed in pairs if is_perturbed)
+        arrays, operands = split_list(operands, counts[0])
+        differentiated = frozenset(pick(self.captured, of_captured))
         call = dataclasses.replace(
-            self, mask=mask, arrays=operands[:count], differentiated=differentiated
+            self, mask=mask, arrays=arrays, differentiated=differentiated
         )
-        return call, operands[count:]
+        return call, operands
 
     def original(self, operands: Arrays) -> Callable[..., Arrays]:
         """Returns the original call as a function of those operands in the mask."""
@@ -151,10 +137,7 @@ class _Call:
         return call
 
     def structs(self, operands: Arrays) -> list[jax.ShapeDtypeStruct]:
-        """Returns the types of operands, in the dtypes of the original program.
-
-        They have the shardings and the manual axes that the operands have here.
-        """
+        """Returns the types of operands, in the dtypes of the original program."""
         return [
             _compat.struct_of(jax.typeof(x), v.aval.dtype)
             for x, v in zip(operands, self.eqn.invars, strict=True)
@@ -165,32 +148,23 @@ class _Call:
         jaxpr, consts = _compat.hoist_consts(closed)
         operands = [*map(self._value_of, consts), *operands]
         count = len(jaxpr.invars)
-        ask = Ask.in_float32(self.ask.context, len(jaxpr.outvars), (False,) * count)
-        ask = ask._replace(after_product=(True,) * count)
-        return self.emitter.emit(jaxpr, operands, ask)
+        known = Outside.in_float32(self.context, len(jaxpr.outvars), (False,) * count)
+        known = known._replace(after_product=(True,) * count)
+        return self.emitter.emit(jaxpr, operands, known)
 
     def _value_of(self, const: Any) -> Any:
-        """Returns what a dead tracer stands for, and any other constant as it is.
-
-        Raises:
-          TypeError: if it has a derivative, which the rule would leave out.
-        """
-        number, variable = _compat.number_of(const), _compat.variable_of(const)
-        if variable in self.differentiated:
+        """Returns what a dead tracer stands for, and any other constant as it is."""
+        atom = _compat.atom_of(const)
+        if isinstance(atom, np.ndarray):
+            return atom
+        if atom in self.differentiated:
             raise TypeError(
                 "amp: the rule of a custom derivative closes over a value that is "
                 "differentiated, and has no derivative for it. Pass the value as an "
                 "argument, or wrap it in jax.lax.stop_gradient."
             )
         arrays = dict(zip(self.captured, self.arrays, strict=True))
-        return arrays.get(variable, const) if number is None else number
-
-    def cast(
-        self, arrays: Arrays, atoms: Sequence[Any], halves: Sequence[bool]
-    ) -> list[Array]:
-        """Returns arrays in the dtypes that the variables have here."""
-        arrays = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in arrays]
-        return self.emitter.cast_like(arrays, atoms, halves)
+        return arrays.get(atom, const)
 
 
 def _trace(function: Any, *structs: Any) -> tuple[Jaxpr, Any]:
@@ -215,11 +189,11 @@ def _emit_jvp(call: _Call, primals: Arrays, tangents: Arrays) -> Any:
     structs = call.structs(primals)
     closed, (outs, _) = _trace(rule, structs, pick(structs, call.mask))
     results = call.emit(closed, [*primals, *given])
-    pairs = call.eqn.outvars, call.out_halves
-    primals_out, tangents_out = split_list(results, len(outs))
-    # The tangent of an integer has no dtype that could be cast.
-    cast = (call.cast(part, *pairs) for part in (primals_out, tangents_out))
-    return tuple(map(tuple, cast))
+    return tuple(
+        # The tangent of an integer has no dtype that could be cast.
+        tuple(call.emitter.cast_like(part, call.eqn.outvars, call.out_halves))
+        for part in split_list(results, len(outs))
+    )
 
 
 def _instantiated(x: Any) -> Any:
@@ -253,7 +227,7 @@ def _emit_forward(call: _Call, symbolic: bool, *given: Any) -> Any:
     primals_out, stored = split_list(results, len(outs))
     plain = dataclasses.replace(call, arrays=())
     backward = functools.partial(_emit_backward, plain, treedef, outs, residuals)
-    cast = call.cast(primals_out, call.eqn.outvars, call.out_halves)
+    cast = call.emitter.cast_like(primals_out, call.eqn.outvars, call.out_halves)
     return tuple(cast), jax.tree_util.Partial(backward, list(stored), list(call.arrays))
 
 
@@ -280,6 +254,7 @@ def _emit_backward(
     given = map(_instantiated, pick(cotangents, has_one))
     grads = call.emit(closed, [*residuals, *given])
     variables = pick(call.eqn.invars, call.mask)
-    cast = call.cast(grads, variables, pick(call.in_halves, call.mask))
+    halves = pick(call.in_halves, call.mask)
+    cast = call.emitter.cast_like(grads, variables, halves)
     grads = fill(cast, call.mask, [None] * len(call.mask))
     return (*[None] * len(call.captured), *grads)

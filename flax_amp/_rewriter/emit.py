@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Jaxpr, Var
 from flax_amp._rewriter.casts import cast_number, down, is_exact, spread, up
-from flax_amp._rewriter.flow import HALF_ROLES, Ask, Node, Read, among
+from flax_amp._rewriter.flow import HALF_ROLES, Node, Outside, Read, among
 from flax_amp._rewriter.fp8 import fp8_dot, fp8_product
 from flax_amp._rewriter.plan import Piece, Plan, Planner
 from flax_amp._rewriter.precision_call import call_precision_function
@@ -31,106 +31,46 @@ from flax_amp._rewriter.primitives import (
     literal,
     repeats,
 )
-from flax_amp._rewriter.roles import Role
+from flax_amp._rewriter.roles import Choice, Role
 from flax_amp._rewriter.stored import NOWHERE, is_saved, mark_stored
-from flax_amp.policy import Decision, use_fp8, with_result_dtype
+from flax_amp.policy import use_fp8, with_result_dtype
 
-
-class Place(NamedTuple):
-    """Where an equation stands.
-
-    Attributes:
-      scopes: the names of the scopes around its jaxpr, outermost first.
-      around: the equations in whose bodies it stands, outermost first.
-    """
-
-    scopes: tuple[str, ...] = ()
-    around: tuple[Eqn, ...] = ()
-
-    def inside(self, eqn: Eqn) -> "Place":
-        """Returns the place of the bodies of an equation here."""
-        return Place(self.scopes + _compat.scope_names(eqn), (*self.around, eqn))
-
-
-class Why(NamedTuple):
-    """Why an equation runs as it does.
-
-    Attributes:
-      role: what it is for the rule.
-      reason: the policy's key or the fact of its primitive that decided.
-      decision: the decision of the policy.
-      result: what became of its first result, such as "rounded: a matmul reads it
-        later"; empty if that is no float32 one.
-    """
-
-    role: Role
-    reason: str
-    decision: Decision
-    result: str
-
-
-class Record(Protocol):
-    """What is told of each equation of the user's program as it is emitted."""
-
-    def __call__(
-        self, eqn: Eqn, place: Place, operands: Arrays, results: Arrays, why: Why
-    ) -> None: ...
-
-
-# How to emit an equation with bodies: `rule(emitter, eqn, operands, ask)`.
-Rule = Callable[..., Arrays]
+# What is told of each equation of the user's program as it is emitted, with those in
+# whose bodies it stands: `record(eqn, around, operands, results, choice)`.
+Record = Callable[[Eqn, tuple[Eqn, ...], Arrays, Arrays, Choice], None]
 
 
 # No repr: JAX writes that of functions into its debug information.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Emitter:
-    """Emits the plans of one call of the user's function.
-
-    Args:
-      planner: plans jaxprs.
-      half: the dtype of products.
-      rules: how equations with bodies are emitted, by their primitive.
-      recompute: whether the backward pass computes regions again.
-      is_straight: whether the equations run once, and not as the body of a loop.
-      record: is told of each equation.
-      place: where the equations stand.
-      cache: bodies that were rewritten.
-      fp8: why products stay in half precision, or "" for those in fp8, counted.
-    """
+    """Emits the plans of one call of the user's function."""
 
     planner: Planner
-    half: DType
-    rules: dict[str, Rule]
-    recompute: bool
-    is_straight: bool = True
-    record: Record | None = None
-    place: Place = Place()
-    cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    half: DType  # of products
+    # By the primitive of an equation with products in its bodies: what emits it, as
+    # `emit_bodies[...](emitter, eqn, operands, outside)`.
+    emit_bodies: dict[str, Callable[..., Arrays]]
+    recompute: bool  # whether the backward pass computes regions again
+    in_loop: bool = False  # whether the equations run again and again
+    record: Record | None = None  # is told of each equation
+    around: tuple[Eqn, ...] = ()  # those in whose bodies the equations stand
+    cache: dict[Any, Any] = dataclasses.field(default_factory=dict)  # rewritten bodies
+    # Why products stay in half precision, or "" for those in fp8, counted.
     fp8: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def replace(self, **changes: Any) -> "Emitter":
         """Returns an emitter that differs in some of these."""
         return dataclasses.replace(self, **changes)
 
-    def emit(self, closed: Jaxpr, operands: Arrays, ask: Ask) -> list[Array]:
-        """Evaluates a jaxpr.
+    def emit(self, closed: Jaxpr, operands: Arrays, outside: Outside) -> list[Array]:
+        """Evaluates a jaxpr; returns its results.
 
-        Args:
-          closed: the jaxpr.
-          operands: one for each input; what is float32 in the jaxpr may be half.
-          ask: what is known of it from outside.
-
-        Returns:
-          The results; what is float32 in the jaxpr may be half.
+        What is float32 in the jaxpr may be half among operands and results.
         """
-        plan = self.planner.plan(closed, ask)
+        plan = self.planner.plan(closed, outside)
         program = plan.flow.program
-        known = zip(
-            (*program.consts, *program.invars),
-            (*program.consts.values(), *operands),
-            strict=True,
-        )
-        run = _Run(self, plan, False, {Read(v, False): x for v, x in known})
+        known = program.consts | dict(zip(program.invars, operands, strict=True))
+        run = _Run(self, plan, False, {Read(v, False): x for v, x in known.items()})
         for piece in plan.pieces:
             if piece.is_apart:
                 run.equation(piece.nodes[0])
@@ -141,16 +81,16 @@ class Emitter:
             for v, read in zip(program.outvars, plan.results, strict=True)
         ]
 
-    def rewrite_body(self, closed: Jaxpr, operands: Arrays, ask: Ask) -> Jaxpr:
+    def rewrite_body(self, closed: Jaxpr, operands: Arrays, outside: Outside) -> Jaxpr:
         """Returns the rewritten closed jaxpr for operands of these types.
 
         A block that is called 24 times is rewritten once, and JAX lowers it once.
         """
         types = tuple(map(jax.typeof, operands))
-        key = (closed, ask, types, self.is_straight, self.recompute)
+        key = (closed, outside, types, self.in_loop, self.recompute)
         # With `record`, no cached body is used, so that each call is recorded.
         if key not in self.cache or self.record is not None:
-            function = functools.partial(self.emit, closed, ask=ask)
+            function = functools.partial(self.emit, closed, outside=outside)
             self.cache[key] = jax.make_jaxpr(function)(list(operands))
         return self.cache[key]
 
@@ -174,21 +114,17 @@ class Emitter:
             function = jax.checkpoint(emit, policy=is_saved, prevent_cse=False)
         arrays = [run.arrays[read] for read in piece.ins]
         with _compat.source_line(piece.nodes[-1].eqn):
-            outs = _compat.call_or_locate_nan(
-                lambda: function(*arrays), lambda: emit(*arrays)
-            )
+            outs = function(*arrays)
         run.arrays.update(zip(piece.outs, outs, strict=True))
 
     def cast_like(
         self, arrays: Arrays, variables: Sequence[Atom], halves: Sequence[bool]
     ) -> list[Array]:
-        """Returns arrays of fixed dtypes: half precision, or what the jaxpr says.
+        """Returns the arrays of variables in half precision, or as the jaxpr says.
 
-        Args:
-          arrays: the arrays of some variables.
-          variables: the variables.
-          halves: which of those that are float32 become half.
+        `halves` tells which of those that are float32 become half.
         """
+        arrays = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in arrays]
         return [
             (down(x, self.half) if half else up(x, self.half)) if is_float32(v) else x
             for x, v, half in zip(arrays, variables, halves, strict=True)
@@ -197,21 +133,14 @@ class Emitter:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Run:
-    """One run through the equations of a plan, or of a piece of it.
-
-    Attributes:
-      emitter: the emitter.
-      plan: the plan.
-      recompute: whether `jax.checkpoint` holds the equations.
-      arrays: what has been computed.
-      wides: what regions have cast up, by the level of the region.
-    """
+    """One run through the equations of a plan, or of a piece of it."""
 
     emitter: Emitter
     plan: Plan
-    recompute: bool
-    arrays: dict[Read, Array]
-    wides: dict[Read, dict[int, Array]] = dataclasses.field(default_factory=dict)
+    recompute: bool  # whether `jax.checkpoint` holds the equations
+    arrays: dict[Read, Array]  # what has been computed
+    # What regions have cast up, by the level of the region.
+    cast_up: dict[Read, dict[int, Array]] = dataclasses.field(default_factory=dict)
 
     def equation(self, node: Node) -> None:
         """Emits an equation, and writes what it gives."""
@@ -222,36 +151,35 @@ class _Run:
             operands, results, reason = emit(node)
             results = self._write(eqn, results)
         # Outside of `jit` an array takes memory for as long as it is held.
-        for read in plan.reads[node]:
+        for read in node.reads:
             if read and plan.last.get(read) is node:
                 self.arrays.pop(read, None)
-                self.wides.pop(read, None)
+                self.cast_up.pop(read, None)
         if record is not None:
             result = _what_became(eqn, plan, results)
-            why = Why(node.choice.role, reason, node.choice.decision, result)
-            record(eqn, self.emitter.place, operands, results, why)
+            why = node.choice._replace(reason=reason, result=result)
+            record(eqn, self.emitter.around, operands, results, why)
 
     def _plain(self, node: Node) -> tuple[Arrays, Arrays, str]:
         """Returns what an equation is bound to, what it gives, and why."""
-        eqn, (role, reason, decision, _) = node.eqn, node.choice
+        eqn, (role, reason, decision, *_) = node.eqn, node.choice
         half = self.emitter.half
         if role is Role.PRODUCT and isinstance(decision.function, use_fp8):
             in_fp8 = self._in_fp8(node)
             self.emitter.fp8[in_fp8 if isinstance(in_fp8, str) else ""] += 1
             if not isinstance(in_fp8, str):
-                operands = self._natural(node)
+                operands = self._operands(node)
                 return operands, [fp8_dot(eqn, *in_fp8, half, operands)], "in fp8"
             reason = f"not in fp8: {in_fp8}"
         if role in HALF_ROLES:
-            operands = self._low(node)
+            operands = self._half_operands(node)
             params = eqn.params
             if any(map(is_float32, eqn.invars)):
                 params = with_result_dtype(params, half)
             return operands, _compat.bind(eqn, operands, params), reason
         if role is Role.CALLED:
-            operands, outs = call_precision_function(
-                eqn, decision, half, self._natural(node)
-            )
+            given = self._operands(node)
+            bound, outs = call_precision_function(eqn, decision, half, given)
             known = (half, jnp.float32)  # A third dtype returns to float32.
             outs = [
                 jnp.asarray(x, jnp.float32)
@@ -259,8 +187,8 @@ class _Run:
                 else x
                 for x, v in zip(outs, eqn.outvars, strict=True)
             ]
-            return operands, outs, reason
-        return *self._light(node), reason
+            return bound, outs, reason
+        return *self._arithmetic(node), reason
 
     def _structured(self, node: Node) -> tuple[Arrays, Arrays, str]:
         """Emits an equation with products in its bodies."""
@@ -268,10 +196,11 @@ class _Run:
         assert node.uses is not None
         arguments = among(eqn.invars, self.plan.arguments)
         after_product = among(eqn.invars, self.plan.after_product)
-        ask = Ask(node.choice.body_context, node.uses, arguments, after_product)
-        operands = self._natural(node)
-        inside = emitter.replace(place=emitter.place.inside(eqn))
-        results = emitter.rules[eqn.primitive.name](inside, eqn, operands, ask)
+        outside = Outside(node.choice.body_context, node.uses, arguments, after_product)
+        operands = self._operands(node)
+        inside = emitter.replace(around=(*emitter.around, eqn))
+        emit_bodies = emitter.emit_bodies[eqn.primitive.name]
+        results = emit_bodies(inside, eqn, operands, outside)
         return operands, results, node.choice.reason
 
     def _in_fp8(self, node: Node) -> tuple[use_fp8, int] | str:
@@ -279,7 +208,7 @@ class _Run:
         factors = node.eqn.invars[:2]
         arguments = among(factors, self.plan.arguments)
         after_product = among(factors, self.plan.after_product)
-        if not self.emitter.is_straight:
+        if self.emitter.in_loop:
             # What is no weight is computed by the step before, as far as known.
             others = set(_compat.variables(factors)) - self.plan.arguments
             after_product = among(factors, self.plan.after_product | others)
@@ -287,23 +216,24 @@ class _Run:
         decision = node.choice.decision
         return fp8_product(node.eqn, arguments, after_product, is_read, decision)
 
-    def _light(self, node: Node) -> tuple[Arrays, Arrays]:
+    def _arithmetic(self, node: Node) -> tuple[Arrays, Arrays]:
         """Emits an equation of a region."""
-        eqn, half, operands = node.eqn, self.emitter.half, self._natural(node)
+        eqn, half, operands = node.eqn, self.emitter.half, self._operands(node)
         if half == jnp.float32:
             return operands, _compat.bind(eqn, operands, eqn.params)
         if is_same_dtype(eqn):  # from float32 to float32
             return operands, operands
         if self._is_stored_relu(eqn):
-            operands = self._low(node)
+            operands = self._half_operands(node)
             mark = functools.partial(self._mark, eqn.outvars[0])
             return operands, [_stored_relu(operands[0], mark)]
         stays_half = self._stays_half(node)
         if stays_half and not repeats(eqn):
-            is_sum = node.choice.role is Role.ARITHMETIC
-            operands = self._low(node, eqn.outvars[0].aval.shape if is_sum else None)
+            is_addition = node.choice.role is Role.ARITHMETIC
+            shape = eqn.outvars[0].aval.shape if is_addition else None
+            operands = self._half_operands(node, shape)
             return operands, _compat.bind(eqn, operands, eqn.params)
-        operands = self._wide(node)
+        operands = self._float32_operands(node)
         is_broadcast = eqn.primitive.name == "broadcast_in_dim" and len(operands) == 1
         if stays_half and is_broadcast:
             shape, onto = eqn.params["shape"], eqn.params["broadcast_dimensions"]
@@ -312,9 +242,9 @@ class _Run:
         return operands, [down(x, half) for x in results] if stays_half else results
 
     def _stays_half(self, node: Node) -> bool:
-        """Whether a move, a sum of two or a bias stays in half precision."""
+        """Whether a move, or an addition of two halves or a bias, stays in half."""
         eqn, role, name = node.eqn, node.choice.role, node.eqn.primitive.name
-        others, has_half = self._float32_operands(node)
+        others, has_half = self._not_half(node)
         is_read = not self.plan.flow.for_products.isdisjoint(eqn.outvars)
         if not has_half or not (is_read or name == "gather"):
             return False
@@ -324,12 +254,12 @@ class _Run:
             return all(self._fits(v, eqn) for v in others)
         are_biases = all(among(others, self.plan.arguments))
         are_biases &= all(v.aval.shape for v in others)
-        is_sum = name == "add" or (name == "add_any" and not others)
-        return role is Role.ARITHMETIC and is_sum and are_biases
+        is_addition = name == "add" or (name == "add_any" and not others)
+        return role is Role.ARITHMETIC and is_addition and are_biases
 
-    def _float32_operands(self, node: Node) -> tuple[list[Atom], bool]:
+    def _not_half(self, node: Node) -> tuple[list[Atom], bool]:
         """Returns the operands that are in float32, and whether another is half."""
-        pairs = zip(node.eqn.invars, self.plan.reads[node], strict=True)
+        pairs = zip(node.eqn.invars, node.reads, strict=True)
         floats = [(v, read) for v, read in pairs if is_float32(v)]
         half = self.emitter.half
         others = [v for v, x in floats if not (x and self.arrays[x].dtype == half)]
@@ -345,34 +275,34 @@ class _Run:
 
     # --- operands ---
 
-    def _natural(self, node: Node) -> list[Array]:
+    def _operands(self, node: Node) -> list[Array]:
         """Returns the operands as they are."""
         return [
             v.val if read is None else self.arrays[read]
-            for v, read in zip(node.eqn.invars, self.plan.reads[node], strict=True)
+            for v, read in zip(node.eqn.invars, node.reads, strict=True)
         ]
 
-    def _wide(self, node: Node) -> list[Array]:
+    def _float32_operands(self, node: Node) -> list[Array]:
         """Returns the operands in float32; a region casts each once."""
-        operands = self._natural(node)
-        for i, read in enumerate(self.plan.reads[node]):
+        operands = self._operands(node)
+        for i, read in enumerate(node.reads):
             if read is not None and is_float32(read.v):
-                of_levels = self.wides.setdefault(read, {})
+                of_levels = self.cast_up.setdefault(read, {})
                 if node.level not in of_levels:
                     of_levels[node.level] = up(operands[i], self.emitter.half)
                 operands[i] = of_levels[node.level]
         return operands
 
-    def _low(self, node: Node, shape: tuple[Any, ...] | None = None) -> list[Array]:
+    def _half_operands(
+        self, node: Node, shape: tuple[Any, ...] | None = None
+    ) -> list[Array]:
         """Returns the operands in half precision.
 
-        Args:
-          node: the equation.
-          shape: that of its result, if it is a sum. What is smaller is broadcast in
-            float32, so that its derivative adds up in float32.
+        `shape` is that of the result of an addition. What is smaller is broadcast in
+        float32, so that its derivative adds up in float32.
         """
         half, numbers = self.emitter.half, self.plan.numbers
-        operands = self._natural(node)
+        operands = self._operands(node)
         for i, v in enumerate(node.eqn.invars):
             x = operands[i]
             if not is_float32(v):
@@ -411,12 +341,12 @@ class _Run:
         if not self._is_marked(v):
             return x
         stored = self.plan.stored[v]
-        platforms = stored.platforms if self.emitter.is_straight else NOWHERE
+        platforms = NOWHERE if self.emitter.in_loop else stored.platforms
         return mark_stored(x, platforms, stored.is_rounded)
 
     def _is_marked(self, v: Var) -> bool:
         stored = self.plan.stored.get(v) if self.recompute else None
-        return stored is not None and (self.emitter.is_straight or stored.in_loops)
+        return stored is not None and (stored.in_loops or not self.emitter.in_loop)
 
     def _is_stored_relu(self, eqn: Eqn) -> bool:
         """Whether an equation is a relu whose derivative can read what is stored."""

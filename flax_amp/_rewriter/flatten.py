@@ -4,16 +4,34 @@ Most functions of `jax.numpy` and `jax.nn` are jitted. What they compute belongs
 arithmetic around them, and `jnp.where(mask, x, 0)` is a move like any other:
 
     y = jit[name=_where { select_n a b c }] m x z      becomes      y = select_n m x z
+
+It also finds what the rules of custom derivatives close over. JAX traces the rule of a
+`custom_vjp` or `custom_jvp` when it is needed. By then the trace of the function around
+it is over, and what the rule closes over is a dead tracer. The tracer still names its
+variable. In
+
+    h = x @ w
+    f = jax.custom_vjp(...)        # its backward rule reads h
+    y = f(x)
+
+the jaxpr is `h = dot x w; y = custom_vjp_call[bwd=...] x`, and `bwd` holds the tracer
+of `h`. The call gets `h` as one more operand, and the operand takes the place of the
+dead tracer among the constants of the rule when that is traced. `jaxopt` differentiates
+its solvers in this way.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import gc
+import types
+from collections import deque
+from collections.abc import Callable, Container, Sequence
 
+import jax
+import numpy as np
 from jax.extend.core import Literal, Var
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr
-from flax_amp._rewriter.captures import captured_by
 from flax_amp._rewriter.roles import untraceable
 
 # A larger call is not opened: calls of calls would be copied again and again.
@@ -22,14 +40,7 @@ _LARGEST = 64
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A jaxpr with its constants, in which small calls are open.
-
-    Attributes:
-      invars: its inputs.
-      outvars: its results.
-      eqns: its equations.
-      consts: the variables that are constants, and their arrays.
-    """
+    """A jaxpr with its constants, in which small calls are open."""
 
     invars: Sequence[Var]
     outvars: Sequence[Atom]
@@ -40,9 +51,7 @@ class Program:
 def flatten(closed: Jaxpr, opened: Callable[[Eqn], Program | None]) -> Program:
     """Returns a jaxpr with the equations of calls in their place.
 
-    Args:
-      closed: the jaxpr.
-      opened: returns the body of a call that may be opened, `None` for all else.
+    `opened` returns the body of a call that may be opened, `None` for all else.
     """
     jaxpr, consts = _compat.open_jaxpr(closed)
     known = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -66,22 +75,6 @@ def _now(atoms: Sequence[Atom], renamed: dict[Var, Atom]) -> list[Atom]:
     return [x if isinstance(x, Literal) else renamed.get(x, x) for x in atoms]
 
 
-def _with_captures(eqn: Eqn, made: set[Var]) -> Eqn:
-    """Returns a custom derivative that takes what its rules close over as operands.
-
-    They come first, and the parameter `captured` says whose tracers they are.
-    """
-    if eqn.primitive.name not in ("custom_jvp_call", "custom_vjp_call"):
-        return eqn
-    if untraceable(eqn):
-        return eqn
-    found = captured_by(eqn, made)
-    if found is None:
-        return eqn
-    params = eqn.params | {"captured": found}
-    return eqn.replace(invars=[*found, *eqn.invars], params=params)
-
-
 def _renamed(eqn: Eqn, renamed: dict[Var, Atom]) -> Eqn:
     if not any(v in renamed for v in _compat.variables(eqn.invars)):
         return eqn
@@ -100,6 +93,65 @@ def _copy(body: Program, call: Eqn, operands: Sequence[Atom]) -> Program:
         invars = _now(eqn.invars, renamed)
         outvars = [renamed.setdefault(v, Var(v.aval)) for v in eqn.outvars]
         eqn = eqn.replace(invars=invars, outvars=outvars)
-        inner = _compat.scopes(eqn)
-        eqns.append(_compat.with_scopes(eqn, (*outer, *inner)) if outer else eqn)
+        eqns.append(_compat.with_scopes(eqn, (*outer, *_compat.scopes(eqn))))
     return Program(body.invars, _now(body.outvars, renamed), eqns, consts)
+
+
+# --- what rules close over -----------------------------------------------------------
+
+# Parameters of equations that hold functions which JAX calls later.
+_RULES = ("fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun")
+# A rule may close over a whole program. What lies behind this many objects is not
+# found, and JAX then says that a tracer has leaked.
+_LIMIT = 100_000
+# The search does not enter these. It enters functions, but not their globals.
+_OPAQUE = (
+    *(jax.Array, np.ndarray, np.dtype, str, bytes, int, float),
+    *(type, types.ModuleType, types.CodeType),
+    *(jax.core.AbstractValue, jax.sharding.Sharding, jax.tree_util.PyTreeDef),
+    type(jax.tree_util.default_registry),
+)
+
+
+def _with_captures(eqn: Eqn, made: set[Var]) -> Eqn:
+    """Returns a custom derivative that takes what its rules close over as operands.
+
+    They come first, and the parameter `captured` says whose tracers they are.
+    """
+    is_custom = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+    if not is_custom or untraceable(eqn):
+        return eqn
+    found = _captured_by(eqn, made)
+    if found is None:
+        return eqn
+    params = eqn.params | {"captured": found}
+    return eqn.replace(invars=[*found, *eqn.invars], params=params)
+
+
+def _captured_by(eqn: Eqn, made: Container[Var]) -> tuple[Var, ...] | None:
+    """Returns those variables `made` so far that the rules of an equation close over.
+
+    `None` if there is no dead tracer of the jaxpr; one of a number, such as
+    `jnp.float32(2)`, names no variable. Tracers of a function around `amp` are alive,
+    and JAX takes them as they are.
+    """
+    found: dict[Var, None] = {}
+    has_number = False
+    seen: set[int] = set()
+    remaining = deque(eqn.params[name] for name in _RULES if name in eqn.params)
+    while remaining and len(seen) < _LIMIT:
+        item = remaining.popleft()
+        atom = _compat.atom_of(item)
+        if isinstance(atom, Var):
+            found |= {atom: None} if atom in made else {}
+        elif atom is not None:
+            has_number = True
+        elif id(item) not in seen and not isinstance(item, _OPAQUE):
+            seen.add(id(item))
+            if isinstance(item, types.FunctionType):
+                held = (item.__closure__, item.__defaults__, item.__kwdefaults__)
+                remaining += [x for x in (*held, item.__dict__) if x]
+            # A trace reaches every tracer that it made, whether a rule reads it or not.
+            elif not _compat.is_of_trace(item):
+                remaining += gc.get_referents(item)
+    return tuple(found) if found or has_number else None

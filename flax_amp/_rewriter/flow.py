@@ -18,7 +18,8 @@ last level goes on behind it.
 """
 
 import dataclasses
-from collections.abc import Container, Sequence
+import functools
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,9 +28,16 @@ from jax.extend.core import Literal
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var, variables
 from flax_amp._rewriter.flatten import Program, flatten
-from flax_amp._rewriter.primitives import Kind, Trait, bodies, has, is_float32, kind_of
+from flax_amp._rewriter.primitives import (
+    Kind,
+    Trait,
+    bodies,
+    has,
+    is_float32,
+    kind_of,
+    walk,
+)
 from flax_amp._rewriter.roles import Choice, Chooser, Context, Role
-from flax_amp._rewriter.walk import walk
 
 Flags = tuple[bool, ...]
 
@@ -42,43 +50,33 @@ _HELD = ("custom_jvp_call", "cond")
 _HELD_INSIDE = (*_HELD, *_CALLS)
 
 
-class Uses(NamedTuple):
-    """What happens outside of a jaxpr to its results.
+class ResultUses(NamedTuple):
+    """What happens outside of a jaxpr to its results."""
 
-    Attributes:
-      for_products: which ones a product reads later.
-      rounded: which of these nothing else reads before, so that they leave it rounded.
-    """
-
-    for_products: Flags
-    rounded: Flags
+    for_products: Flags  # which ones a product reads later
+    rounded: Flags  # which of these nothing else reads before: they leave it rounded
 
 
-class Ask(NamedTuple):
-    """What is known of a jaxpr from outside.
-
-    Attributes:
-      context: where it stands.
-      uses: what happens to its results.
-      arguments: which inputs are arguments or constants of the whole program, possibly
-        reshaped or transposed.
-      after_product: which inputs come after a product. In a loop these are the streams
-        alone: what is computed from the state of a recurrence is not rounded until a
-        product in the body comes between.
-    """
+class Outside(NamedTuple):
+    """What is known of a jaxpr from outside."""
 
     context: Context
-    uses: Uses
-    arguments: Flags
+    uses: ResultUses
+    arguments: Flags  # which inputs are those of the whole program, moved at most
+    # Which inputs come after a product. In a loop these are the streams alone: what is
+    # computed from the state of a recurrence is not rounded until a product in the body
+    # comes between.
     after_product: Flags
 
     @classmethod
-    def in_float32(cls, context: Context, results: int, arguments: Flags) -> "Ask":
+    def in_float32(cls, context: Context, results: int, arguments: Flags) -> "Outside":
         """Returns what is known of a body whose results all stay float32."""
         none = (False,) * results
-        return cls(context, Uses(none, none), arguments, (False,) * len(arguments))
+        return cls(
+            context, ResultUses(none, none), arguments, (False,) * len(arguments)
+        )
 
-    def without(self, count: int) -> "Ask":
+    def without(self, count: int) -> "Outside":
         """Returns this without the first inputs."""
         arguments, others = self.arguments[count:], self.after_product[count:]
         return self._replace(arguments=arguments, after_product=others)
@@ -97,65 +95,49 @@ Reads = list[Read | None]  # of an equation or of results; `None` stands for a l
 # An equation may stand in a program twice, so nodes are keys by their identity.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """An equation of a program, and what two sweeps over the program find of it.
-
-    Attributes:
-      eqn: the equation.
-      choice: how it runs.
-      level: the number of products on the longest path to it.
-      has_product: whether a body of it has a product, or something else that does not
-        run in its own dtypes.
-      reads: how it reads its operands, whatever is rounded.
-      uses: what happens to its results, if a body of it has a product.
-    """
+    """An equation of a program, and what two sweeps over the program find of it."""
 
     eqn: Eqn
     choice: Choice
-    level: int
-    has_product: bool
-    reads: Reads = dataclasses.field(default_factory=list)
-    uses: Uses | None = None
+    level: int  # the number of products on the longest path to it
+    has_product: bool  # in a body, or something else that leaves its own dtypes
+    reads: Reads = dataclasses.field(default_factory=list)  # whatever is rounded
+    uses: ResultUses | None = None  # if it has a product
 
     @property
-    def is_light(self) -> bool:
-        """Whether it belongs to a region."""
+    def in_region(self) -> bool:
+        """Whether it is arithmetic of a region, and no step to the next level."""
         return not (self.choice.role in HALF_ROLES or self.has_product)
 
 
 class Flow(NamedTuple):
-    """What two sweeps over a program find, one forward and one backward.
-
-    Attributes:
-      program: the program.
-      nodes: its equations.
-      for_products: the variables that a product reads later.
-      read_inside: the variables that arithmetic of their own region reads.
-    """
+    """What two sweeps over a program find, one forward and one backward."""
 
     program: Program
     nodes: Sequence[Node]
-    for_products: set[Var]
-    read_inside: set[Var]
+    for_products: set[Var]  # what a product reads later
+    read_inside: set[Var]  # what arithmetic of its own region reads
+
+
+def cached(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a method of `Flows` compute each result once."""
+
+    @functools.wraps(method)
+    def lookup(self: "Flows", *args: Any) -> Any:
+        key = (method.__name__, *args)
+        if key not in self.cache:
+            self.cache[key] = method(self, *args)
+        return self.cache[key]
+
+    return lookup
 
 
 class Flows:
-    """Sweeps over jaxprs; over each once for what happens to its results.
-
-    Args:
-      choose: says what an equation is.
-    """
+    """Sweeps over jaxprs; over each once for what happens to its results."""
 
     def __init__(self, choose: Chooser):
         self.choose = choose
         self.cache: dict[Any, Any] = {}
-
-    def flow(self, closed: Jaxpr, context: Context, uses: Uses) -> Flow:
-        """Sweeps over a jaxpr, for what happens to its results."""
-        key = ("flow", closed, context, uses)
-        if key not in self.cache:
-            program = self.program(closed, context)
-            self.cache[key] = self._flow(program, context, uses)
-        return self.cache[key]
 
     def has_product(self, eqn: Eqn, choice: Choice) -> bool:
         """Whether something in a body does not run in its own dtypes.
@@ -168,30 +150,29 @@ class Flows:
             return False
         condition = eqn.params.get("cond_jaxpr")
         all_bodies = [*bodies(eqn), *([] if condition is None else [condition])]
-        return any(self._holds_product(x, choice.body_context) for x in all_bodies)
+        return any(
+            self._holds_product(_compat.open_jaxpr(body)[0], choice.body_context)
+            for body in all_bodies
+        )
 
+    @cached
     def _holds_product(self, body: Jaxpr, context: Context) -> bool:
-        body = _compat.open_jaxpr(body)[0]
-        key = ("has_product", body, context)
-        if key not in self.cache:
-            changed = (*HALF_ROLES, Role.CALLED)
-            pairs = ((eqn, self.choose(eqn, context)) for eqn in body.eqns)
-            self.cache[key] = any(
-                choice.role in changed or self.has_product(eqn, choice)
-                for eqn, choice in pairs
-            )
-        return self.cache[key]
+        changed = (*HALF_ROLES, Role.CALLED)
+        pairs = ((eqn, self.choose(eqn, context)) for eqn in body.eqns)
+        return any(
+            choice.role in changed or self.has_product(eqn, choice)
+            for eqn, choice in pairs
+        )
 
+    @cached
     def program(self, closed: Jaxpr, context: Context) -> Program:
         """Returns a jaxpr in which small calls are open."""
-        key = ("program", closed, context)
-        if key not in self.cache:
-            self.cache[key] = flatten(closed, lambda eqn: self._opened(eqn, context))
-        return self.cache[key]
 
-    def _opened(self, eqn: Eqn, context: Context) -> Program | None:
-        may_open = self._may_open(eqn, context)
-        return self.program(bodies(eqn)[0], context) if may_open else None
+        def opened(eqn: Eqn) -> Program | None:
+            may_open = self._may_open(eqn, context)
+            return self.program(bodies(eqn)[0], context) if may_open else None
+
+        return flatten(closed, opened)
 
     def _may_open(self, eqn: Eqn, context: Context) -> bool:
         if eqn.primitive.name not in _CALLS:
@@ -204,36 +185,46 @@ class Flows:
         if _compat.has_options(eqn) or self.has_product(eqn, choice):
             return False
         body = _compat.open_jaxpr(bodies(eqn)[0])[0]
-        key = ("may_open", body, choice.body_context)
-        if key not in self.cache:
-            self.cache[key] = all(
-                self._may_open(inner, choice.body_context)
-                if inner.primitive.name in _CALLS
-                else not is_apart(inner)
-                for inner in body.eqns
-            )
-        return self.cache[key]
+        return self._is_held(body, choice.body_context)
 
-    def _flow(self, program: Program, context: Context, uses: Uses) -> Flow:
-        """Sweeps backward: what a product reads later, what its own region reads."""
+    @cached
+    def _is_held(self, body: Jaxpr, context: Context) -> bool:
+        """Whether nothing in the body of a call stands apart when all is opened."""
+        return all(
+            self._may_open(eqn, context)
+            if eqn.primitive.name in _CALLS
+            else not is_apart(eqn)
+            for eqn in body.eqns
+        )
+
+    @cached
+    def flow(self, closed: Jaxpr, context: Context, uses: ResultUses) -> Flow:
+        """Sweeps over a jaxpr, forward and then backward.
+
+        The second sweep finds what a product reads later, and what its own region
+        reads.
+        """
+        program = self.program(closed, context)
         found, region = self._levels(program, context)
         for_products = set(flagged(program.outvars, uses.for_products))
         read_inside = set(flagged(program.outvars, [not half for half in uses.rounded]))
         nodes = []
         for node in reversed(found):
             (invars, outvars), level = (node.eqn.invars, node.eqn.outvars), node.level
-            of_results, unrounded = None, (node.is_light,) * len(invars)
+            of_results, unrounded = None, (node.in_region,) * len(invars)
             if node.has_product:
                 rounded = tuple(
                     v in for_products and v not in read_inside for v in outvars
                 )
-                of_results = Uses(among(outvars, for_products), rounded)
-                asked, unrounded = self._operands(node.eqn, node.choice, of_results)
+                of_results = ResultUses(among(outvars, for_products), rounded)
+                to_products, unrounded = self._operands(
+                    node.eqn, node.choice, of_results
+                )
                 read = unrounded
             else:
-                leads = not node.is_light or not for_products.isdisjoint(outvars)
-                asked = (leads,) * len(invars)
-                # A move asks of its operand what is asked of its result.
+                leads = not node.in_region or not for_products.isdisjoint(outvars)
+                to_products = (leads,) * len(invars)
+                # The operand of a move is read as its result is.
                 passes = _is_move(node) and read_inside.isdisjoint(outvars)
                 read = (False,) * len(invars) if passes else unrounded
             # As it was before a border it reads what is of its own region.
@@ -244,7 +235,7 @@ class Flows:
                 for v, is_unrounded in zip(invars, unrounded, strict=True)
             ]
             nodes.append(dataclasses.replace(node, reads=reads, uses=of_results))
-            for_products.update(flagged(invars, asked))
+            for_products.update(flagged(invars, to_products))
             read_inside.update(v for v in flagged(invars, read) if region[v] == level)
         return Flow(program, nodes[::-1], for_products, read_inside)
 
@@ -259,67 +250,56 @@ class Flows:
             level = max((region[v] for v in variables(eqn.invars)), default=0)
             node = Node(eqn, choice, level, self.has_product(eqn, choice))
             nodes.append(node)
-            region |= dict.fromkeys(eqn.outvars, level + (not node.is_light))
+            region |= dict.fromkeys(eqn.outvars, level + (not node.in_region))
         return nodes, region
 
-    def _operands(self, eqn: Eqn, choice: Choice, uses: Uses) -> tuple[Flags, Flags]:
-        """Returns which operands a product reads, and which arithmetic reads first.
+    def _operands(
+        self, eqn: Eqn, choice: Choice, uses: ResultUses
+    ) -> tuple[Flags, Flags]:
+        """Returns which operands the bodies' products read, and which arithmetic first.
 
-        Args:
-          eqn: an equation with products in its bodies.
-          choice: what it is.
-          uses: what happens to its results.
+        `uses` is what happens to the results of the equation.
         """
         count = len(eqn.invars)
         if eqn.primitive.name in ("while", "custom_linear_solve"):
             return (True,) * count, (True,) * count
         if eqn.primitive.name == "scan":  # the next step reads what this one gives
             _, carried = _compat.scan_counts(eqn)
-            asked = (True,) * carried + uses.for_products[carried:]
-            uses = uses._replace(for_products=asked)
-        for_products, read_inside = [False] * count, [False] * count
+            for_products = (True,) * carried + uses.for_products[carried:]
+            uses = uses._replace(for_products=for_products)
+        to_products, read_inside = [False] * count, [False] * count
         for body in bodies(eqn):
             flow = self.flow(body, choice.body_context, uses)
             # The index of a branch comes before the operands of the body.
             offset = count - len(flow.program.invars)
             for i, v in enumerate(flow.program.invars, start=offset):
-                for_products[i] |= v in flow.for_products
+                to_products[i] |= v in flow.for_products
                 read_inside[i] |= v in flow.read_inside
-        return tuple(for_products), tuple(read_inside)
+        return tuple(to_products), tuple(read_inside)
 
 
 def is_apart(eqn: Eqn) -> bool:
     """Whether an equation without products is emitted outside of `jax.checkpoint`."""
-    if _is_apart_itself(eqn):
-        return True
-    if kind_of(eqn) is not Kind.STRUCTURED:
-        return False
-    if eqn.primitive.name not in _HELD:
-        return True
-    eqns = (visit.eqn for body in bodies(eqn) for visit in walk(body))
-    return any(
-        _is_apart_itself(inner)
-        or (
-            kind_of(inner) is Kind.STRUCTURED
-            and inner.primitive.name not in _HELD_INSIDE
-        )
-        for inner in eqns
+    inside = (visit.eqn for body in bodies(eqn) for visit in walk(body))
+    return _is_apart_itself(eqn, _HELD) or any(
+        _is_apart_itself(inner, _HELD_INSIDE) for inner in inside
     )
 
 
-def _is_apart_itself(eqn: Eqn) -> bool:
-    """Whether an equation stands apart, whatever its bodies are."""
+def _is_apart_itself(eqn: Eqn, held: Container[str]) -> bool:
+    """Whether an equation stands apart, whatever is in its bodies."""
+    if kind_of(eqn) is Kind.STRUCTURED and eqn.primitive.name not in held:
+        return True
     if eqn.effects or has(eqn, Trait.APART) or kind_of(eqn) is Kind.OTHER:
         return True
     # A policy of `jax.checkpoint` cannot store complex numbers or 8-bit floats.
     dtypes = [getattr(v.aval, "dtype", None) for v in eqn.outvars]
     return any(
-        jnp.issubdtype(d, jnp.complexfloating) or _is_tiny(d) for d in dtypes if d
+        jnp.issubdtype(d, jnp.complexfloating)
+        or (jnp.issubdtype(d, jnp.floating) and d.itemsize < 2)
+        for d in dtypes
+        if d
     )
-
-
-def _is_tiny(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2
 
 
 def _is_move(node: Node) -> bool:

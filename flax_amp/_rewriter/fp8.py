@@ -79,8 +79,8 @@ def fp8_product(
 ) -> tuple[use_fp8, int] | str:
     """Returns how a product runs in fp8 and its weight, or why it stays in half.
 
-    Of each factor is known whether it is an argument, moved at most, and whether it
-    comes from more than arguments; of the result, whether a product reads it later.
+    A factor is a weight if it is an argument, moved at most, and computed if it comes
+    from more than arguments. A result leads to a product if one reads it later.
     """
     if eqn.primitive.name != "dot_general":
         return f"{eqn.primitive.name} has no form in fp8"

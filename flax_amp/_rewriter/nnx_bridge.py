@@ -12,9 +12,8 @@ import jax
 from flax import nnx
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from flax_amp import _compat
 from flax_amp._rewriter.nnx_scopes import forget_names, module_scopes
-from flax_amp._tree import PyTree, is_array
+from flax_amp._tree import PyTree
 
 
 def is_node(x: Any) -> bool:
@@ -31,12 +30,8 @@ class FunctionalCall:
     """A call `fun(*args, **kwargs)` as a pure function of a flat list of inputs.
 
     Modules and variables may stand anywhere in the arguments, and may share state. The
-    inputs are the leaves of their state, then the other leaves of the arguments.
-
-    Args:
-      fun, args, kwargs: the call.
-      open_scopes: open a scope around each call of a module.
-      caller: the function that makes the call, for messages.
+    inputs are the leaves of their state, then the other leaves of the arguments. With
+    `open_scopes`, a scope is around each call of a module. `caller` is for messages.
     """
 
     def __init__(
@@ -49,7 +44,7 @@ class FunctionalCall:
         caller: str | None = None,
     ):
         self.fun = fun
-        self._arguments = args, kwargs
+        self.arguments = args, kwargs
         self._open_scopes = open_scopes
         self._caller = caller or f"amp: {getattr(fun, '__name__', fun)!s}"
         self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
@@ -60,11 +55,7 @@ class FunctionalCall:
         self.inputs, self._inputs_def = jax.tree.flatten(inputs)
 
     def function(self, inputs: Sequence[Any]) -> tuple[Any, nnx.State]:
-        """Returns the result of the function, and the variables that it changed.
-
-        Raises:
-          ValueError: if the function changes the structure of a module.
-        """
+        """Returns the result of the function, and the variables that it changed."""
         state, others = jax.tree.unflatten(self._inputs_def, inputs)
         # The user's own modules never hold a tracer, whatever the function raises.
         merged = nnx.merge(self._graphdef, state, copy=True)
@@ -109,11 +100,6 @@ class FunctionalCall:
         ]
         return self._fill(nodes, others)
 
-    def array_names(self) -> list[str]:
-        """Returns what JAX's messages call each array among the inputs."""
-        arrays = list(filter(is_array, self.inputs))
-        return _compat.name_arrays(self.fun, *self._arguments, arrays)
-
     def _fill(self, nodes: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
         nodes_, others_ = iter(nodes), iter(others)
         leaves = [next(nodes_) if is_node(x) else next(others_) for x in self._leaves]
@@ -144,11 +130,9 @@ def _variable_name(nodes: Sequence[Any], path: Sequence[Any]) -> str:
 
 
 def _changed(new: nnx.State, old: nnx.State) -> dict[Any, Any]:
-    """Returns the variables that hold other arrays than before, by their paths.
-
-    The others must not be updated: in a trace, a module from outside of it may be read,
-    but not changed.
-    """
+    """Returns the variables that hold other arrays than before, by their paths."""
+    # The others must not be updated: in a trace, a module from outside of it may be
+    # read, but not changed.
     before = dict(nnx.to_flat_state(old))
     return {
         path: variable

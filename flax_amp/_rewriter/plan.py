@@ -5,6 +5,8 @@ says which of them are rounded there, what the backward pass reads from memory, 
 which equations one `jax.checkpoint` holds.
 """
 
+import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,12 +17,13 @@ from flax_amp._compat import Eqn, Jaxpr, Var, variables
 from flax_amp._rewriter.flatten import Program
 from flax_amp._rewriter.flow import (
     HALF_ROLES,
-    Ask,
     Flow,
     Flows,
     Node,
+    Outside,
     Read,
     Reads,
+    cached,
     flagged,
     is_apart,
 )
@@ -33,76 +36,47 @@ from flax_amp._rewriter.primitives import (
     is_layout,
     kind_of,
     literal,
+    walk,
 )
 from flax_amp._rewriter.roles import Role
 from flax_amp._rewriter.stored import NOWHERE, ON_GPU, ON_GPU_AND_TPU
-from flax_amp._rewriter.walk import walk
 
 # Whose results are never rounded where they leave a region.
 _NEVER_ROUNDED = (Role.ORIGINAL, Role.CALLED, Role.PRECISE, Role.OTHER)
 
 
 class Stored(NamedTuple):
-    """How a result is stored for the backward pass.
+    """How a result is stored for the backward pass."""
 
-    Attributes:
-      platforms: where a barrier stands behind it, in straight code: only if arithmetic
-        reads it, because XLA would store the results of that instead.
-      is_rounded: whether the forward pass has to read the digits that are stored.
-      in_loops: whether it is stored in the body of a loop, too.
-    """
-
+    # Where a barrier stands behind it, in straight code: only if arithmetic reads it,
+    # because XLA would store the results of that instead.
     platforms: tuple[str, ...]
-    is_rounded: bool
-    in_loops: bool
+    is_rounded: bool  # whether the forward pass has to read the digits that are stored
+    in_loops: bool  # whether it is stored in the body of a loop, too
 
 
 class Piece(NamedTuple):
-    """Equations that are emitted together.
-
-    Attributes:
-      nodes: the equations.
-      is_apart: whether it is one equation that no `jax.checkpoint` holds.
-      ins: what they read from outside.
-      outs: what is read of them outside.
-    """
+    """Equations that are emitted together."""
 
     nodes: Sequence[Node]
-    is_apart: bool
-    ins: Sequence[Read]
-    outs: Sequence[Read]
+    is_apart: bool  # whether it is one equation that no `jax.checkpoint` holds
+    ins: Sequence[Read] = ()  # what they read from outside
+    outs: Sequence[Read] = ()  # what is read of them outside
 
 
 class Plan(NamedTuple):
-    """What `emit.py` does with a jaxpr.
-
-    Attributes:
-      flow: what the sweeps found.
-      why_float32: why a float32 variable is not rounded where it leaves its region;
-        "" for one that is.
-      unrounded_inside: those that are rounded, but read unrounded by their own region.
-      arguments: the variables that are arguments or constants of the whole program,
-        possibly reshaped or transposed.
-      after_product: the variables that come after a product.
-      numbers: the variables all of whose elements are one number.
-      stored: the variables that the backward pass may store.
-      reads: how each equation reads its operands.
-      results: how the results are read.
-      pieces: the equations, in the order in which they are emitted.
-      last: the equation that reads a variable last, if it is no result.
-    """
+    """What `emit.py` does with a jaxpr."""
 
     flow: Flow
-    why_float32: dict[Var, str]
-    unrounded_inside: set[Var]
-    arguments: set[Var]
-    after_product: set[Var]
-    numbers: dict[Var, float]
-    stored: dict[Var, Stored]
-    reads: dict[Node, Reads]
+    why_float32: dict[Var, str]  # and not rounded at a border; "" for what is rounded
+    unrounded_inside: set[Var]  # rounded, but read unrounded by their own region
+    arguments: set[Var]  # or constants of the whole program, reshaped or transposed
+    after_product: set[Var]  # what comes after a product
+    numbers: dict[Var, float]  # the variables all of whose elements are one number
+    stored: dict[Var, Stored]  # what the backward pass may store
     results: Reads
-    pieces: Sequence[Piece]
-    last: dict[Read | None, Node]
+    pieces: Sequence[Piece]  # in the order in which they are emitted
+    last: dict[Read | None, Node]  # who reads a variable last, if it is no result
 
     def is_border(self, v: Var) -> bool:
         """Whether a variable is rounded where it leaves its region."""
@@ -110,65 +84,62 @@ class Plan(NamedTuple):
 
 
 class Planner(Flows):
-    """Plans jaxprs; each is planned once for what is asked of it."""
+    """Plans jaxprs; each is planned once for what is known from outside."""
 
-    def plan(self, closed: Jaxpr, ask: Ask) -> Plan:
-        """Returns the plan of a jaxpr for what is asked of it."""
-        key = ("plan", closed, ask)
-        if key not in self.cache:
-            self.cache[key] = _plan(self.flow(closed, ask.context, ask.uses), ask)
-        return self.cache[key]
-
-
-def _plan(flow: Flow, ask: Ask) -> Plan:
-    """Returns the plan of a program."""
-    arguments, numbers = _arguments(flow.program, ask)
-    after_product = _after_product(flow, ask)
-    leaving, read_by_later = _read_outside(flow, ask)
-    why_float32 = _why_float32(flow, leaving, after_product)
-    border = {v for v, why in why_float32.items() if not why}
-    residual_sums = border & _residual_sums(flow, read_by_later, after_product)
-    # Who gets a result, such as the next step of a loop, gets it as it was.
-    unrounded_results = [not is_half for is_half in ask.uses.rounded]
-    residual_sums -= set(flagged(flow.program.outvars, unrounded_results))
-    unrounded_inside = border - residual_sums
-    reads, results = _reads(flow, unrounded_results, unrounded_inside)
-    stored = _stored(flow, border, read_by_later, residual_sums)
-    pieces = _pieces(flow.nodes, reads, results)
-    order = [node for piece in pieces for node in piece.nodes]
-    kept = set(results)
-    last = {read: node for node in order for read in reads[node] if read not in kept}
-    return Plan(
-        *(flow, why_float32, unrounded_inside, arguments, after_product, numbers),
-        *(stored, reads, results, pieces, last),
-    )
+    @cached
+    def plan(self, closed: Jaxpr, outside: Outside) -> Plan:
+        """Returns the plan of a jaxpr."""
+        flow = self.flow(closed, outside.context, outside.uses)
+        arguments, numbers = _arguments(flow.program, outside)
+        after_product = _after_product(flow, outside)
+        leaving, read_by_later = _read_outside(flow, outside)
+        why_float32 = _why_float32(flow, leaving, after_product)
+        border = {v for v, why in why_float32.items() if not why}
+        residual_sums = border & _residual_sums(flow, read_by_later, after_product)
+        # Who gets a result, such as the next step of a loop, gets it as it was.
+        unrounded_results = [not is_half for is_half in outside.uses.rounded]
+        residual_sums -= set(flagged(flow.program.outvars, unrounded_results))
+        unrounded_inside = border - residual_sums
+        nodes, results = _reads(flow, unrounded_results, unrounded_inside)
+        stored = _stored(flow, border, read_by_later, residual_sums)
+        pieces = _pieces(nodes, results)
+        order = [node for piece in pieces for node in piece.nodes]
+        kept = set(results)
+        last = {read: n for n in order for read in n.reads if read not in kept}
+        return Plan(
+            *(flow, why_float32, unrounded_inside, arguments, after_product, numbers),
+            *(stored, results, pieces, last),
+        )
 
 
-def _read_outside(flow: Flow, ask: Ask) -> tuple[set[Var], set[Var]]:
+def _read_outside(flow: Flow, outside: Outside) -> tuple[set[Var], set[Var]]:
     """Returns what is read as it leaves its region: by anything, and by arithmetic."""
-    leaving = set(flagged(flow.program.outvars, ask.uses.rounded))
+    leaving = set(flagged(flow.program.outvars, outside.uses.rounded))
     by_arithmetic: set[Var] = set()
     for node in flow.nodes:
         read = [read.v for read in node.reads if read and not read.is_unrounded]
         leaving.update(read)
-        by_arithmetic.update(read if node.is_light else [])
+        by_arithmetic.update(read if node.in_region else [])
     return leaving, by_arithmetic
 
 
 def _reads(
     flow: Flow, unrounded_results: Sequence[bool], unrounded_inside: set[Var]
-) -> tuple[dict[Node, Reads], Reads]:
-    """Returns how each equation reads its operands, and how the results are read."""
+) -> tuple[list[Node], Reads]:
+    """Returns the equations and how results are read, for what is rounded."""
 
-    def as_it_is(read: Read | None) -> Read | None:
+    def as_rounded(read: Read | None) -> Read | None:
         return read and Read(read.v, read.is_unrounded and read.v in unrounded_inside)
 
-    reads = {node: list(map(as_it_is, node.reads)) for node in flow.nodes}
+    nodes = [
+        dataclasses.replace(node, reads=list(map(as_rounded, node.reads)))
+        for node in flow.nodes
+    ]
     results = [
-        None if isinstance(v, Literal) else as_it_is(Read(v, is_unrounded))
+        None if isinstance(v, Literal) else as_rounded(Read(v, is_unrounded))
         for v, is_unrounded in zip(flow.program.outvars, unrounded_results, strict=True)
     ]
-    return reads, results
+    return nodes, results
 
 
 def _why_float32(
@@ -176,10 +147,7 @@ def _why_float32(
 ) -> dict[Var, str]:
     """Says of each float32 variable why it is not rounded at a border, "" if it is.
 
-    Args:
-      flow: what the sweeps found.
-      leaving: what others than its own region read.
-      after_product: the variables that come after a product.
+    `leaving` is what others than its own region read.
     """
     why: dict[Var, str] = {}
     sums: set[Var] = set()
@@ -228,9 +196,9 @@ def _residual_sums(
     return found
 
 
-def _arguments(program: Program, ask: Ask) -> tuple[set[Var], dict[Var, float]]:
+def _arguments(program: Program, outside: Outside) -> tuple[set[Var], dict[Var, float]]:
     """Returns the variables that are moved arguments, and those that are one number."""
-    arguments = set(flagged(program.invars, ask.arguments)) | program.consts.keys()
+    arguments = set(flagged(program.invars, outside.arguments)) | program.consts.keys()
     numbers: dict[Var, float] = {}
     for eqn in program.eqns:
         operands = variables(eqn.invars)
@@ -244,11 +212,13 @@ def _arguments(program: Program, ask: Ask) -> tuple[set[Var], dict[Var, float]]:
     return arguments, numbers
 
 
-def _after_product(flow: Flow, ask: Ask) -> set[Var]:
+def _after_product(flow: Flow, outside: Outside) -> set[Var]:
     """Returns the variables that come after a product."""
-    after_product = set(flagged(flow.program.invars, ask.after_product))
+    after_product = set(flagged(flow.program.invars, outside.after_product))
     for node in flow.nodes:
-        if not (node.is_light and after_product.isdisjoint(variables(node.eqn.invars))):
+        if not (
+            node.in_region and after_product.isdisjoint(variables(node.eqn.invars))
+        ):
             after_product.update(node.eqn.outvars)
     return after_product
 
@@ -318,10 +288,10 @@ def _readings(flow: Flow) -> tuple[set[Var], set[Var]]:
     for node in reversed(flow.nodes):
         eqn, role = node.eqn, node.choice.role
         operands = variables(eqn.invars)
-        is_move = node.is_light and role is Role.MOVE
+        is_move = node.in_region and role is Role.MOVE
         if role not in HALF_ROLES and not is_move:
             by_arithmetic.update(operands)
-        if node.is_light and (_is_ill(eqn) or not ill.isdisjoint(eqn.outvars)):
+        if node.in_region and (_is_ill(eqn) or not ill.isdisjoint(eqn.outvars)):
             ill.update(operands)
     return by_arithmetic, ill
 
@@ -331,41 +301,31 @@ def _is_ill(eqn: Eqn) -> bool:
     return any(has(inner, Trait.ILL_CONDITIONED) for inner in (eqn, *eqns))
 
 
-def _pieces(
-    nodes: Sequence[Node],
-    reads: dict[Node, Reads],
-    results: Reads,
-) -> list[Piece]:
-    """Returns the equations in groups, as they are emitted.
-
-    Between two equations that stand apart, such as loops, all others are one group, and
-    what one `jax.checkpoint` holds.
-    """
-    groups = _groups(nodes)
+def _pieces(nodes: Sequence[Node], results: Reads) -> list[Piece]:
+    """Returns the equations in groups, with what each group reads and gives."""
+    pieces = _groups(nodes)
     maker = {
         v: n
-        for n, (group, _) in enumerate(groups)
-        for node in group
+        for n, piece in enumerate(pieces)
+        for node in piece.nodes
         for v in node.eqn.outvars
     }
     ins: list[list[Read]] = []
-    for n, (group, _) in enumerate(groups):
-        found = dict.fromkeys(read for node in group for read in reads[node] if read)
+    for n, piece in enumerate(pieces):
+        found = dict.fromkeys(x for node in piece.nodes for x in node.reads if x)
         ins.append([read for read in found if maker.get(read.v) != n])
     outs: dict[int | None, list[Read]] = defaultdict(list)
-    wanted = [*filter(None, results), *(read for found in ins for read in found)]
-    for read in dict.fromkeys(wanted):
+    for read in dict.fromkeys(itertools.chain(filter(None, results), *ins)):
         outs[maker.get(read.v)].append(read)
-    return [
-        Piece(group, is_apart, ins[n], outs[n])
-        for n, (group, is_apart) in enumerate(groups)
-    ]
+    return [p._replace(ins=ins[n], outs=outs[n]) for n, p in enumerate(pieces)]
 
 
-def _groups(nodes: Sequence[Node]) -> list[tuple[list[Node], bool]]:
-    """Returns the equations in groups, each with whether it is one that stands apart.
+def _groups(nodes: Sequence[Node]) -> list[Piece]:
+    """Returns the equations in groups, as they are emitted.
 
-    The depth of a group is the number of equations on the way to it that stand apart.
+    Between two equations that stand apart, such as loops, all others are one group, and
+    what one `jax.checkpoint` holds. The depth of a group is the number of equations on
+    the way to it that stand apart.
     """
     depth: dict[Var, int] = defaultdict(int)
     together: dict[int, list[Node]] = defaultdict(list)
@@ -381,8 +341,8 @@ def _groups(nodes: Sequence[Node]) -> list[tuple[list[Node], bool]]:
             own = floor = max(own, floor)
         (apart if stands_apart else together)[own].append(node)
         depth.update(dict.fromkeys(eqn.outvars, own + stands_apart))
-    groups: list[tuple[list[Node], bool]] = []
+    groups: list[Piece] = []
     for own in sorted({*together, *apart}):
-        groups += [(together[own], False)] if together[own] else []
-        groups += [([node], True) for node in apart[own]]
+        groups += [Piece(together[own], False)] if together[own] else []
+        groups += [Piece([node], True) for node in apart[own]]
     return groups

@@ -1,7 +1,7 @@
 """Warnings at trace time: a policy has no effect, or products stay in float32.
 
-A policy is judged by the traced program alone, before it is planned, once for each
-trace of the function that `amp` was given.
+They read the traced program alone, before it is planned, once for each trace of the
+function that `amp` was given.
 """
 
 import difflib
@@ -18,9 +18,8 @@ import jax.numpy as jnp
 
 from flax_amp import _compat
 from flax_amp._compat import Jaxpr
-from flax_amp._rewriter.primitives import is_matrix_product
+from flax_amp._rewriter.primitives import Visit, is_matrix_product, walk
 from flax_amp._rewriter.roles import Chooser, Context, Role, untraceable
-from flax_amp._rewriter.walk import Visit, walk
 from flax_amp._scope_paths import paths, split_method
 from flax_amp.policy import Origin, Policy
 

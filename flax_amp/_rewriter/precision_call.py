@@ -9,7 +9,7 @@ from flax_amp.policy import Decision
 
 def call_precision_function(
     eqn: Eqn, decision: Decision, compute_dtype: DType, operands: Arrays
-) -> tuple[list[Array], list[Array]]:
+) -> tuple[Arrays, list[Array]]:
     """Binds an equation to what a user's function gives; an error says which one.
 
     It returns what the equation is bound to, and its results.
@@ -31,4 +31,4 @@ def call_precision_function(
             "with operands of the same shapes."
         )
         raise
-    return list(invars), outs
+    return invars, outs

@@ -6,10 +6,11 @@ result is stored for the backward pass.
 
 import enum
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Literal, Primitive, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr
@@ -44,17 +45,11 @@ class Trait(enum.Flag):
 
 
 class Traits(NamedTuple):
-    """The row of a primitive.
-
-    Attributes:
-      kind: what it does with digits.
-      traits: what else is true of it.
-      body: the parameter that holds its body, or a tuple of bodies, if it has any.
-    """
+    """The row of a primitive."""
 
     kind: Kind
     traits: Trait = Trait.NONE
-    body: str = ""
+    body: str = ""  # the parameter that holds its body, or a tuple of bodies
 
 
 def _table(rows: dict[str, Traits]) -> dict[str, Traits]:
@@ -165,14 +160,46 @@ def has(item: Eqn | Primitive | str, trait: Trait) -> bool:
 
 
 def bodies(eqn: Eqn) -> list[Jaxpr]:
-    """Returns the jaxprs in the parameter that the table names.
+    """Returns the jaxprs that an equation runs, in the parameter that the table names.
 
-    These are what the equation runs. `jaxprs_in_params` of JAX finds all jaxprs: those
-    of conditions, and of primitives without a row, too.
+    `jaxprs_in_params` of JAX finds those of conditions and of unknown primitives, too.
     """
     found = eqn.params.get(traits_of(eqn).body, ())
     found = found if isinstance(found, tuple | list) else (found,)
     return [body for body in found if body is not None]
+
+
+class Visit(NamedTuple):
+    """An equation, the names of the scopes and the equations around it, outer first."""
+
+    eqn: Eqn
+    scopes: tuple[str, ...]
+    around: tuple[Eqn, ...]
+
+
+def walk(jaxpr: Jaxpr) -> Iterator[Visit]:
+    """Yields the equations of an open or closed jaxpr, each before those of its bodies.
+
+    Kernels are left out, because they have a precision of their own. A body that is
+    called again in the same scopes is walked once: a few calls within calls may make
+    millions of equations.
+    """
+    # By the open jaxpr: before JAX 0.11, several closed ones may share one.
+    seen: set[tuple[int, tuple[str, ...]]] = set()
+    # A stack instead of recursion: calls may be nested deeply.
+    stack: list[tuple[Jaxpr, tuple[str, ...], tuple[Eqn, ...]]] = [(jaxpr, (), ())]
+    while stack:
+        body, outer, around = stack.pop()
+        body = _compat.open_jaxpr(body)[0]
+        if (id(body), outer) in seen:
+            continue
+        seen.add((id(body), outer))
+        for eqn in body.eqns:
+            scopes = outer + _compat.scope_names(eqn)
+            yield Visit(eqn, scopes, around)
+            if eqn.primitive.name != "pallas_call":
+                inner = jaxprs_in_params(eqn.params)
+                stack += [(x, scopes, (*around, eqn)) for x in inner]
 
 
 # --- equations -----------------------------------------------------------------------
@@ -246,12 +273,6 @@ def is_relu(eqn: Eqn) -> bool:
     if eqn.primitive.name != "custom_jvp_call" or len(eqn.invars) != 1:
         return False
     return _compat.source_of(bodies(eqn)[0]).startswith("relu at ")
-
-
-def has_update(eqn: Eqn) -> bool:
-    """Whether an equation is a scatter with an update function of its own."""
-    is_plain = eqn.primitive.name == "scatter"
-    return is_plain and eqn.params.get("update_jaxpr") is not None
 
 
 def literal(atom: Any) -> float | None:

@@ -9,14 +9,7 @@ import jax.numpy as jnp
 
 from flax_amp import _compat
 from flax_amp._compat import DType, Eqn
-from flax_amp._rewriter.primitives import (
-    Kind,
-    bodies,
-    has_update,
-    kind_by_shape,
-    kind_of,
-)
-from flax_amp._rewriter.walk import walk
+from flax_amp._rewriter.primitives import Kind, bodies, kind_by_shape, kind_of, walk
 from flax_amp.policy import (
     Decision,
     InDtype,
@@ -44,31 +37,22 @@ class Role(enum.Enum):
 
 
 class Context(NamedTuple):
-    """Where a jaxpr stands.
+    """Where a jaxpr stands."""
 
-    Attributes:
-      scopes: the names of the scopes around it, outermost first.
-      forced: the decision of a key that holds for all that is inside, if there is one.
-    """
-
-    scopes: tuple[str, ...] = ()
-    forced: Decision | None = None
+    scopes: tuple[str, ...] = ()  # the names of those around it, outermost first
+    forced: Decision | None = None  # of a key that holds for all that is inside
 
 
 class Choice(NamedTuple):
-    """How an equation runs, as far as it does not depend on its operands.
-
-    Attributes:
-      role: what it is for the rule.
-      reason: why.
-      decision: the decision of the policy.
-      body_context: of a structured primitive, where its bodies stand.
-    """
+    """How an equation runs, and why."""
 
     role: Role
-    reason: str
+    reason: str  # the policy's key or the fact of its primitive that decided
     decision: Decision
-    body_context: Context = Context()
+    body_context: Context = Context()  # of a structured primitive: where its bodies are
+    # What became of its first result, such as "rounded: a matmul reads it later". Empty
+    # before it is emitted, and if that is no float32 one.
+    result: str = ""
 
 
 _BY_KIND = {
@@ -82,15 +66,10 @@ _BY_KIND = {
 
 @dataclasses.dataclass(frozen=True)
 class Chooser:
-    """Says of each equation what it is for the rule.
-
-    Args:
-      policy: the checked policy.
-      half: the dtype of products.
-    """
+    """Says of each equation what it is for the rule."""
 
     policy: Policy
-    half: DType
+    half: DType  # of products
 
     def __call__(self, eqn: Eqn, context: Context) -> Choice:
         scopes = context.scopes + _compat.scope_names(eqn)
@@ -128,9 +107,9 @@ class Chooser:
     def _role(self, eqn: Eqn, decision: Decision) -> tuple[Role, str]:
         """Returns the role of an equation without bodies, and why if no key says it."""
         kind, function = kind_of(eqn), decision.function
-        if has_update(eqn):
+        if eqn.primitive.name == "scatter" and eqn.params.get("update_jaxpr"):
             return Role.ORIGINAL, "its update function is a float32 one"
-        if function is use_original_precision or _is_in(function, jnp.float32):
+        if function in (use_original_precision, InDtype(jnp.float32)):
             if kind is Kind.PRODUCT or kind is Kind.LINEAR_ALGEBRA:
                 return Role.PRECISE, "" if decision.is_chosen else kind.value
             if decision.is_chosen:
@@ -139,7 +118,7 @@ class Chooser:
         is_fp8 = isinstance(function, use_fp8)
         if is_fp8 and kind is not Kind.PRODUCT:
             return _BY_KIND[kind], kind.value
-        if is_fp8 or function is use_compute_precision or _is_in(function, self.half):
+        if is_fp8 or function in (use_compute_precision, InDtype(self.half)):
             return self._in_half(eqn, kind, decision)
         if isinstance(function, InDtype) and not _is_castable(eqn):
             return Role.ORIGINAL, f"{eqn.primitive.name} runs in its own dtypes only"
@@ -216,10 +195,6 @@ def _is_castable(eqn: Eqn) -> bool:
     if eqn.primitive.name == "bitcast_convert_type" or eqn.params.get("update_jaxpr"):
         return False
     return kind_of(eqn) in kinds
-
-
-def _is_in(function: Any, dtype: Any) -> bool:
-    return isinstance(function, InDtype) and function.dtype == dtype
 
 
 def _reason(decision: Decision) -> str:

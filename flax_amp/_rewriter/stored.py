@@ -50,20 +50,11 @@ EVERYWHERE = ("cpu", *ON_GPU_AND_TPU)
 def mark_stored(x: Array, platforms: Sequence[str], is_rounded: bool) -> Array:
     """Returns `x`, marked to be stored for the backward pass.
 
-    Args:
-      x: an array.
-      platforms: the platforms on which a barrier stands between the stored value and
-        what the backward pass computes from it.
-      is_rounded: whether the forward pass rounds the value to the digits that are
-        stored.
+    On some platforms a barrier stands between it and what the backward pass computes
+    from it. The forward pass may have to round it to the digits that are stored.
     """
-    return stored_p.bind(
-        x,
-        platforms=tuple(platforms),
-        is_rounded=is_rounded,
-        copies=1,
-        in_backward=False,
-    )[0]
+    params = dict(platforms=tuple(platforms), is_rounded=is_rounded)
+    return stored_p.bind(x, copies=1, in_backward=False, **params)[0]
 
 
 def is_saved(primitive: Primitive, *_: Any, **__: Any) -> bool:

@@ -40,8 +40,7 @@ def streams(
 
     Args:
       flows: sweeps over jaxprs.
-      closed: the body.
-      context: where it stands.
+      closed, context: the body of the scan, and where it stands.
       sizes: how many constants and carries the scan has.
       is_weight: which of the arrays that it takes apart are arguments.
     """
@@ -61,21 +60,14 @@ def streams(
 
 
 class _Origin(NamedTuple):
-    """What a variable in the body of a scan comes from.
+    """What a variable in the body of a scan comes from."""
 
-    Attributes:
-      weight: which argument it is, of the slices of `xs`.
-      carry: the carry that it is, possibly reshaped or transposed.
-      carries: those that it was computed from.
-      products: pairs `(carry, argument)`: the argument multiplied it on the way.
-      streams: those that occurred as `carry @ argument`.
-    """
-
-    weight: int | None = None
-    carry: int | None = None
-    carries: frozenset[int] = frozenset()
+    weight: int | None = None  # which argument it is, of the slices of `xs`
+    carry: int | None = None  # which carry it is, possibly reshaped or transposed
+    carries: frozenset[int] = frozenset()  # those that it was computed from
+    # Pairs `(carry, argument)`: the argument multiplied it on the way.
     products: frozenset[tuple[int, int]] = frozenset()
-    streams: frozenset[int] = frozenset()
+    streams: frozenset[int] = frozenset()  # those that occurred as `carry @ argument`
 
 
 _NOTHING = _Origin()
@@ -90,15 +82,10 @@ def _joined(origins: Sequence[_Origin]) -> _Origin:
 
 
 class _Search(NamedTuple):
-    """A walk through the body of a scan, and through the bodies in it.
-
-    Attributes:
-      flows: sweeps over jaxprs.
-      states: the carries that are found to be no streams.
-    """
+    """A walk through the body of a scan, and through the bodies in it."""
 
     flows: Flows
-    states: set[int]
+    states: set[int]  # the carries that are found to be no streams
 
     def results(
         self, closed: Jaxpr, context: Context, inputs: Sequence[_Origin]

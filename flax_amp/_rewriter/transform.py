@@ -11,10 +11,10 @@ from jax.typing import DTypeLike
 
 from flax_amp import _compat, _tree
 from flax_amp._compat import Array, Arrays, Aval, DType, Jaxpr
-from flax_amp._rewriter.bodies import RULES
+from flax_amp._rewriter.bodies import EMIT_BODIES
 from flax_amp._rewriter.casts import up
 from flax_amp._rewriter.emit import Emitter, Record
-from flax_amp._rewriter.flow import Ask
+from flax_amp._rewriter.flow import Outside
 from flax_amp._rewriter.fp8 import check_device
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.plan import Planner
@@ -22,13 +22,7 @@ from flax_amp._rewriter.policy_warnings import warn_of_fp8, warn_of_policy
 from flax_amp._rewriter.rewritten import refuse_if_asked, rewritten
 from flax_amp._rewriter.roles import Chooser, Context
 from flax_amp._tree import PyTree
-from flax_amp.policy import (
-    MatmulDType,
-    Policy,
-    PolicyEntries,
-    Precision,
-    read_options,
-)
+from flax_amp.policy import MatmulDType, Policy, PolicyEntries, Precision, read_options
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -175,11 +169,11 @@ class TracedCall(NamedTuple):
         """Returns the arrays of the function's result, computed in mixed precision."""
         jaxpr, _ = _compat.open_jaxpr(self.closed)
         arguments = (True,) * len(jaxpr.invars)
-        ask = Ask.in_float32(Context(), len(jaxpr.outvars), arguments)
+        outside = Outside.in_float32(Context(), len(jaxpr.outvars), arguments)
         half, planner = self.choose.half, Planner(self.choose)
         recompute &= half != jnp.float32  # where there is nothing to save
-        emitter = Emitter(planner, half, RULES, recompute, record=record)
-        outs = emitter.emit(self.closed, arrays, ask)
+        emitter = Emitter(planner, half, EMIT_BODIES, recompute, record=record)
+        outs = emitter.emit(self.closed, arrays, outside)
         if half != jnp.float32:
             warn_of_fp8(self.choose.policy, emitter.fp8)
         pairs = zip(outs, jaxpr.outvars, strict=True)
@@ -208,24 +202,24 @@ def trace_call(
     inputs = call.inputs
     is_traced = [_tree.is_array(x) for x in inputs]
     treedef: Any = None
-    is_result: list[bool] = []
-    static: list[Any] = []
+    static: list[Any] = []  # the leaves of the result, `None` in place of arrays
 
-    def pure(*arrays: Array) -> Arrays:
-        nonlocal treedef, is_result, static
+    def of_arrays(*arrays: Array) -> Arrays:
+        nonlocal treedef, static
         out = call.function(_tree.fill(arrays, is_traced, inputs))
         leaves, treedef = jax.tree.flatten(out)
-        is_result = [_tree.is_array(x) for x in leaves]
         static = [None if _tree.is_array(x) else x for x in leaves]
-        return _tree.pick(leaves, is_result)
+        return [x for x in leaves if _tree.is_array(x)]
 
     def rebuild(arrays: Arrays) -> PyTree:
-        return jax.tree.unflatten(treedef, _tree.fill(arrays, is_result, static))
+        left = iter(arrays)
+        leaves = [next(left) if x is None else x for x in static]
+        return jax.tree.unflatten(treedef, leaves)
 
-    names = call.array_names()
-    named = _compat.traced_as(pure, call.fun, names)
-    closed = jax.make_jaxpr(named)(*_tree.pick(inputs, is_traced))
-    # Judged is what the user wrote, before anything is planned.
+    arrays = _tree.pick(inputs, is_traced)
+    names = _compat.name_arrays(call.fun, *call.arguments, arrays)
+    closed = jax.make_jaxpr(_compat.traced_as(of_arrays, call.fun, names))(*arrays)
+    # The warnings are about what the user wrote, before anything is planned.
     choose = Chooser(policy, compute_dtype)
     warn_of_policy(choose, closed, names)
     return TracedCall(closed, rebuild, choose)

@@ -112,7 +112,7 @@ class Visit(NamedTuple):
 
     row: Equation
     eqn: Eqn  # as the user wrote it
-    why: Any  # the emitter's `Why`
+    why: Any  # the emitter's `Choice`
     whole: Eqn = None  # the equation around it if that runs as a whole, and has the why
 
 
@@ -124,11 +124,11 @@ class Recorder:
         self._entered: dict[int, Eqn] = {}  # by `id`, which others have if it is gone
 
     def __call__(
-        self, eqn: Eqn, place: Any, operands: Any, results: Any, why: Any
+        self, eqn: Eqn, around: Any, operands: Any, results: Any, why: Any
     ) -> None:
         after = Dtypes(_dtypes(eqn.invars, operands), _dtypes(eqn.outvars, results))
-        start = functools.reduce(Location.within, place.around, Location())
-        self._entered |= {id(outer): outer for outer in place.around}
+        start = functools.reduce(Location.within, around, Location())
+        self._entered |= {id(outer): outer for outer in around}
         if eqn.primitive.name not in CALLS:
             is_own = why.role in _IN_OWN_DTYPES and why.result.startswith("float32")
             result = f"float32: {why.reason}" if is_own else why.result

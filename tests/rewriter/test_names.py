@@ -172,15 +172,6 @@ def test_a_nan_names_the_line_that_makes_it(fn, line, jit, lower):
     assert line in last_line(error_of(jit(jax.value_and_grad(lowered))))
 
 
-def test_a_nan_of_a_jit_in_an_eager_call():
-    """JAX says where it is for a jit that it calls, but not for one in a jaxpr."""
-    fn = bfloat16(jax.jit(lambda w, x: bad(x @ w)))
-    assert NAN in last_line(error_of(fn))
-    (eqn,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
-    with pytest.raises(FloatingPointError, match="^mine"), _compat.source_line(eqn):
-        raise FloatingPointError("mine")
-
-
 def everything(w, x):
     x = jax.nn.gelu(jnp.log(x @ w + 9)) + jnp.exp(x)
     x = lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=2)[0]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from flax_amp._rewriter.walk import walk
+from flax_amp._rewriter.primitives import walk
 
 
 def test_the_walk_enters_bodies_but_no_kernels():
