@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import source_info_util
 
 from _transformer import bfloat16
-from flax_amp import AmpTrainState, _compat, amp, make_nnx_train_step, make_train_step
+from flax_amp import AmpTrainState, amp, make_nnx_train_step, make_train_step
 from helpers import equations, rewritten_in_float32
 
 PARAMS = {"w": jnp.ones((2, 2))}
