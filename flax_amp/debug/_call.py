@@ -191,6 +191,10 @@ class Asked:
         holder, has_own = of_step.get("holder"), AmpTrainState | AmpOptimizer
         word = holder.precision if isinstance(holder, has_own) else "bf16-mixed"
         entries: Any = default_amp_policy if amp_policy is None else amp_policy
+        if precision is not None and compute_dtype is not None:
+            raise TypeError(
+                f"{caller}: got both {precision=} and {compute_dtype=}; expected one."
+            )
         options = precision or word, compute_dtype, matmul_dtype
         dtype, entries = read_options(*options, entries)
         Policy(entries)  # checks it

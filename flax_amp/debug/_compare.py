@@ -41,6 +41,10 @@ from flax_amp.policy import Policy, PolicyEntries, without_fp8
 _USUAL = 8
 _HELPS = 0.9  # what a remedy that helps leaves of the error of the gradients, at most
 _SHOWN = 12  # groups of parameters
+_NOT_FINITE = (
+    "the loss or its gradients are not finite in float32 either: "
+    "flax_amp.find_nonfinite says where"
+)
 # The largest gradient is to be this: four times as much is in the range of float16, for
 # those inside of the program.
 _TARGET = 2.0**14
@@ -51,7 +55,7 @@ class GradientErrors:
     """How the gradients of a group of parameters differ from those in float32."""
 
     path: str  #: what the group has in common, such as `params/Dense_0`
-    error: float  #: relative, L2; infinite if one is not finite that is in float32
+    error: float  #: relative, L2; infinite if an element is not finite
     largest: float  #: the largest magnitude in float32, times the scale of the loss
 
 
@@ -105,7 +109,8 @@ class Comparison(Report):
         if run.gradient_error <= self.threshold:
             yield f"\nThe gradients are as exact as usual: below {threshold}."
         elif best is None:
-            yield f"\nThe error is above {threshold}, and nothing that was tried helps."
+            tried = ", and nothing that was tried helps" if self.remedies else ""
+            yield f"\nThe error is above {threshold}{tried}."
         else:
             yield f"\nThis was tried and helps: {best.name}."
             if best.scale != run.scale:
@@ -171,16 +176,15 @@ def compare_precision(
 def _differences(found: Sequence[Array], exact: Sequence[Array]) -> Array:
     """Returns float64[n, 3]: norm of the error, norm and largest magnitude in float32.
 
-    Norms are L2. That of an array that has lost a finite element is infinite.
+    Norms are L2. The first one is infinite if an element of the two is not finite.
     """
     rows = []
     for pair in zip(found, exact, strict=True):
         # As float64: no square overflows or becomes zero.
         x, y = (np.asarray(a).astype(np.complex128).ravel() for a in pair)
-        known = np.isfinite(y)
-        lost = (known & ~np.isfinite(x)).any()
-        x, y = x[known], y[known]
-        error = math.inf if lost else np.linalg.norm(x - y)
+        known = np.isfinite(x) & np.isfinite(y)
+        error = np.linalg.norm(x - y) if known.all() else math.inf
+        y = y[np.isfinite(y)]
         rows.append((error, np.linalg.norm(y), np.abs(y).max(initial=0)))
     return np.array(rows)
 
@@ -212,7 +216,10 @@ class _Search:
         # The forward pass does not see the scale.
         largest = errors[:, 2].max() if math.isfinite(trial.loss) else math.inf
         remedies: Iterator[Setting] = iter(())
-        if most > 0 and self._error > threshold:
+        exact = self._trials.exact
+        if not all(np.isfinite(x).all() for x in (exact.loss, *exact.gradients)):
+            self._notes.append(_NOT_FINITE)
+        elif most > 0 and self._error > threshold:
             remedies = self._remedies(most, largest, self._trials.parts(asked.entries))
         return Comparison(
             name=asked.name,

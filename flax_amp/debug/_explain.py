@@ -165,7 +165,8 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
         return traced.emit(arrays, asked.recompute, recorder)
 
     closed = jax.make_jaxpr(emitted)(*call.arrays)
-    visits = tuple(recorder.visits)  # the gradient emits rules of derivatives again
+    # The gradient emits rules of derivatives again.
+    rows, visits = tuple(recorder.rows), tuple(recorder.visits)
     stored, notes = None, []
     if backward:
         try:
@@ -177,7 +178,7 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
     return Explanation(
         name=asked.name,
         compute_dtype=asked.dtype.name,
-        equations=tuple(visit.row for visit in visits),
+        equations=rows,
         problems=tuple(find_problems(visits, messages, asked.dtype)),
         stored=stored,
         loss_reads=loss_reads(visits, closed),

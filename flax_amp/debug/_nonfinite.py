@@ -254,14 +254,18 @@ class _Search:
         found: list[Part] = []
         left: Cause | None = fault
         # One fault may hide the next one.
-        while left and (part := _part_of(left)) in parts and part not in found:
+        while left and (part := _part_of(left, parts)) in parts and part not in found:
             found.append(part)
             left, notes = self._left(found)
-        if left:  # it is the victim of another part, or a module of the whole program
-            found = trials.search(entries, parts) or trials.search(entries, [part])
-            left, notes = self._left(found)
+        for some in (parts, [Part(part.path)]) if left else ():
+            # It is the victim of another part, or only the whole program is enough.
+            if found := trials.search(entries, some):
+                left, notes = self._left(found)
+            if not left:
+                break
         if left:
-            return self._make("precision", _NO_POLICY, fault)
+            own = _OWN_KEYS if self._asked.has_own_policy else ""
+            return self._make("precision", _NO_POLICY + own, fault)
         keys, lines = keys_of(found), lines_of(found)
         text = remedy_text(keys, lines, self._asked.has_own_policy)
         policy = dict.fromkeys(keys, "float32")
@@ -278,11 +282,11 @@ class _Search:
         return left, ()
 
 
-def _part_of(fault: Cause) -> Part:
-    """Returns the part of the program that a fault stands in."""
+def _part_of(fault: Cause, parts: Sequence[Part]) -> Part:
+    """Returns the module that a fault stands in, or the line if that is no part."""
     finding = fault.finding
     path, line = (finding.path, finding.source) if finding else ("", "")
-    return Part(path, "" if path else line)
+    return Part(path) if Part(path) in parts else Part(path, line)
 
 
 # --- what to do ----------------------------------------------------------------------
@@ -312,6 +316,7 @@ _NO_POLICY = (
     "In float32 it is finite, and no part of it in float32 is enough. Lower its inputs "
     "(a norm before it, a clip, a smaller learning rate), or train with '32-true'."
 )
+_OWN_KEYS = " Keys of your policy for scopes around it come first."
 _REMEDIES = {
     "log": "keep its operand above 0, as jax.nn.log_softmax does for log(softmax(x)), "
     "or with jnp.log(jnp.maximum(x, 1e-6))",

@@ -7,17 +7,25 @@ Findings with the same message are one problem: twelve layers whose matmuls ask 
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr
-from flax_amp._rewriter.primitives import TRAITS, Kind, is_matrix_product, kind_of
+from flax_amp._rewriter.primitives import (
+    TRAITS,
+    Kind,
+    is_matrix_product,
+    kind_of,
+    walk,
+)
 from flax_amp._training.arguments import first_of
 from flax_amp.debug._place import is_derivative
-from flax_amp.debug._record import Equation, Visit, float_factors
+from flax_amp.debug._record import CALLS, Equation, Visit, float_factors
 from flax_amp.debug._report import is_half, short
 from flax_amp.policy import Origin
 
@@ -102,6 +110,8 @@ def find_problems(
     """
     found: dict[tuple[str, str], list[Equation]] = defaultdict(list)
     for visit in visits if half != jnp.float32 else ():
+        if visit.row.primitive in CALLS:
+            continue
         for kind_and_message in _findings(visit, half.name):
             found[kind_and_message].append(visit.row)
     problems = [Problem("policy", x.removeprefix("amp_policy: ")) for x in warnings]
@@ -176,23 +186,28 @@ def _why(visit: Visit, half: str) -> str:
     return f"{visit.row.reason}."
 
 
-def loss_reads(visits: Iterable[Visit], closed: Jaxpr) -> tuple[str, ...]:
+def loss_reads(visits: Sequence[Visit], closed: Jaxpr) -> tuple[str, ...]:
     """Returns which half-precision results the arithmetic of a scalar loss reads."""
     if [getattr(x, "shape", None) for x in closed.out_avals[:1]] != [()]:
         return ()
-    rows: dict[Any, Equation] = {}
+    if not any(visit.row.is_low for visit in visits):
+        return ()
+    rows: dict[Any, tuple[Equation, bool]] = {}
     levels: dict[Any, int] = {}  # how many matmuls stand before a result
     found: dict[str, None] = {}
     for row, eqn, *_ in visits:
         operands = [v for v in _compat.variables(eqn.invars) if v in rows]
         level = max((levels[v] for v in operands), default=0)
         for v in operands if row.result.startswith(_OF_LOSS) else ():
-            made = rows[v]
+            made, has_matmul = rows[v]
             is_older = made.result.startswith("rounded") and levels[v] < level
-            if is_older or made.result == "half precision":
+            if is_older or has_matmul or made.result == "half precision":
                 of = f" of {made.path}" if made.path else ""
                 found[f"{made.primitive}{of}, {made.source}"] = None
-        rows |= dict.fromkeys(eqn.outvars, row)
-        level += kind_of(eqn) is Kind.PRODUCT
+        # What a loop or a call gives is computed from what its matmuls round.
+        inside = map(walk, jaxprs_in_params(eqn.params))
+        has_matmul = any(is_matrix_product(x.eqn) for x in chain.from_iterable(inside))
+        rows |= dict.fromkeys(eqn.outvars, (row, has_matmul))
+        level += has_matmul or kind_of(eqn) is Kind.PRODUCT
         levels |= dict.fromkeys(eqn.outvars, level)
     return tuple(found)

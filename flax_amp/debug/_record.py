@@ -87,8 +87,8 @@ class Equation:
 
     @property
     def low_flops(self) -> int:
-        """Its operations, if they run in half precision."""
-        return self.flops if self.is_low else 0
+        """Its operations, if they run in half precision or in fp8."""
+        return self.flops if self.is_low or self.is_in_fp8 else 0
 
     @property
     def stays_by_rule(self) -> bool:
@@ -129,13 +129,18 @@ class Recorder:
         after = Dtypes(_dtypes(eqn.invars, operands), _dtypes(eqn.outvars, results))
         start = functools.reduce(Location.within, around, Location())
         self._entered |= {id(outer): outer for outer in around}
-        if eqn.primitive.name not in CALLS:
-            is_own = why.role in _IN_OWN_DTYPES and why.result.startswith("float32")
-            result = f"float32: {why.reason}" if is_own else why.result
-            row = _row(start.of(eqn), after, why.reason, result)
-            self.visits.append(Visit(row, eqn, why))
+        is_own = why.role in _IN_OWN_DTYPES and why.result.startswith("float32")
+        result = f"float32: {why.reason}" if is_own else why.result
+        row = _row(start.of(eqn), after, why.reason, result)
+        self.visits.append(Visit(row, eqn, why))
         if id(eqn) not in self._entered and _may_enter(eqn):
             self.visits += _inside(eqn, start.within(eqn), after, why)
+
+    @property
+    def rows(self) -> list[Equation]:
+        """The rows of all equations but calls, of which those inside tell all."""
+        rows = [visit.row for visit in self.visits]
+        return [row for row in rows if row.primitive not in CALLS]
 
 
 def _may_enter(eqn: Eqn) -> bool:

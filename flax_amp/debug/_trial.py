@@ -26,16 +26,17 @@ _MAX_RUNS = 16  # of a search
 
 
 class Part(NamedTuple):
-    """A part of a program that may run in float32."""
+    """A part of a program that may run in float32: a module, or a line of one."""
 
-    path: str  # of a module; empty if it is a line outside of modules
-    line: str = ""
+    path: str  # of the module; empty outside of modules
+    line: str = ""  # empty for the whole module
 
 
 class Trial(NamedTuple):
     """A run of a program."""
 
     loss: Array
+    updates: list[Array]  # of the variables
     gradients: list[Array]  # without the scale
     low_share: float | None  # of matmuls in half precision; `None` without matmuls
 
@@ -49,8 +50,8 @@ class Trials:
     @functools.cached_property
     def exact(self) -> Trial:
         """The run in float32."""
-        loss = functools.partial(evaluate, self._traced.closed)
-        return self._trial(loss, 1.0, Recorder())
+        run = functools.partial(evaluate, self._traced.closed)
+        return self._trial(run, 1.0, Recorder())
 
     def run(
         self, entries: PolicyEntries, scale: float, parts: Collection[Part] = ()
@@ -62,15 +63,15 @@ class Trials:
     def parts(self, entries: PolicyEntries) -> list[Part]:
         """Returns what may be in float32, with modules on top first.
 
-        A key for all that is there would leave nothing in half.
+        With a module that holds all others, nothing would be left in half: its lines
+        are parts, as those outside of modules.
         """
         recorder = Recorder()
         jax.eval_shape(self._in_half(entries, (), recorder), self._call.arrays)
-        rows = [visit.row for visit in recorder.visits if visit.row.is_low]
-        low = {Part(row.path, "" if row.path else row.source) for row in rows}
-        paths = [f"{part.path}/" for part in low]
-        whole = {x for x in low if all(path.startswith(f"{x.path}/") for path in paths)}
-        parts = [part for part in low if part.line or part not in whole]
+        rows = [row for row in recorder.rows if row.is_low]
+        paths = {row.path for row in rows}
+        whole = {x for x in paths if not x or all(is_inside(path, x) for path in paths)}
+        parts = {Part(x.path, x.source if x.path in whole else "") for x in rows}
         return sorted(parts, key=lambda part: (part.path.count("/"), part))
 
     def search(self, entries: PolicyEntries, parts: list[Part]) -> list[Part]:
@@ -78,7 +79,7 @@ class Trials:
 
         def is_finite(parts: Sequence[Part]) -> bool:
             trial = self.run(entries, 1.0, parts)  # the scaler lowers its scale
-            arrays = trial.loss, *trial.gradients
+            arrays = trial.loss, *trial.updates, *trial.gradients
             return all(bool(jnp.isfinite(x).all()) for x in arrays)
 
         return fewest(parts, is_finite) if parts and is_finite(parts) else []
@@ -91,27 +92,30 @@ class Trials:
         traced = self._traced._replace(choose=choose)
         return lambda arrays: traced.emit(arrays, asked.recompute, recorder)
 
-    def _trial(self, loss: Loss, scale: float, recorder: Recorder) -> Trial:
+    def _trial(self, run: Loss, scale: float, recorder: Recorder) -> Trial:
+        def loss(arrays: Sequence[Array]) -> Any:
+            return self._traced.rebuild(run(arrays))[0]
+
         options: Any = {}
         if jax.default_backend() == "cpu":
             # A CPU computes halves in float32, where XLA would leave out the roundings
             # in between that other devices do.
             options = {"xla_allow_excess_precision": False}
             options["xla_backend_optimization_level"] = 0  # each program runs once
-        run = jax.jit(self._call.gradients(loss), compiler_options=options)
-        (value, *_), gradients = run(jnp.float32(scale), self._call.arrays)
-        return Trial(value, gradients, low_share([x.row for x in recorder.visits]))
+        step = jax.jit(self._call.gradients(loss), compiler_options=options)
+        (value, updates, _), gradients = step(jnp.float32(scale), self._call.arrays)
+        return Trial(value, updates, gradients, low_share(recorder.rows))
 
 
 @dataclasses.dataclass(frozen=True)
 class _LineChooser(Chooser):
-    """Follows a policy, and leaves lines outside of modules in float32."""
+    """Follows a policy, and leaves lines of modules in float32."""
 
-    lines: frozenset[str] = frozenset()
+    parts: frozenset[Part] = frozenset()
 
     def __call__(self, eqn: Eqn, context: Context) -> Choice:
-        is_own = source_line(eqn) in self.lines and kind_of(eqn) is not Kind.STRUCTURED
-        if is_own and not module_path(context.scopes + scopes_of(eqn)):
+        part = Part(module_path(context.scopes + scopes_of(eqn)), source_line(eqn))
+        if part in self.parts and kind_of(eqn) is not Kind.STRUCTURED:
             stop = self.policy.decide(eqn.primitive, ("amp_stop",))
             context = context._replace(forced=stop)
         return super().__call__(eqn, context)
@@ -122,17 +126,23 @@ def with_float32(
 ) -> Chooser:
     """Returns what chooses as a policy does, with parts of a program in float32."""
     policy = Policy({**entries, **dict.fromkeys(keys_of(parts), jnp.float32)})
-    return _LineChooser(policy, half, frozenset(lines_of(parts)))
+    return _LineChooser(policy, half, frozenset(parts))
 
 
 def keys_of(parts: Collection[Part]) -> tuple[str, ...]:
     """Returns the modules among some parts, as keys of a policy."""
-    return tuple(glob.escape(part.path) for part in parts if part.path)
+    return tuple(glob.escape(part.path) for part in parts if not part.line)
 
 
 def lines_of(parts: Collection[Part]) -> tuple[str, ...]:
-    """Returns the lines among some parts."""
-    return tuple(part.line for part in parts if part.line)
+    """Returns the lines among some parts, from the top of a file."""
+    lines = {part.line for part in parts if part.line}
+    return tuple(sorted(lines, key=lambda line: (len(line), line)))
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Whether a module is another one, or a part of it."""
+    return f"{path}/".startswith(f"{outer}/")
 
 
 def fewest(

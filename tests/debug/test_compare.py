@@ -282,6 +282,14 @@ def test_what_is_not_finite_and_what_has_no_errors():
     assert exact.as_it_is.gradient_error == exact.as_it_is.loss_error == 0
 
 
+@pytest.mark.parametrize("fun", [jnp.sqrt, lambda y: jnp.log(y - 1e3)])
+def test_what_is_not_finite_in_float32_either(fun):
+    found = compare_precision(lambda w, x: fun(x @ w).mean())(0 * SQUARE, X)
+    assert found.as_it_is.gradient_error == math.inf and not found.remedies
+    assert "not finite in float32 either" in str(found)
+    assert "as exact as usual" not in str(found)
+
+
 # --- code outside of modules ---------------------------------------------------------
 
 

@@ -238,6 +238,21 @@ def test_rounded_numbers_that_a_loss_reads(behind):
     assert not explain(lambda w, x: x @ w)(W, X).loss_reads
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        jax.jit(jnp.matmul),
+        jax.checkpoint(lambda x, w: jnp.matmul(x, w)),
+        lambda x, w: jax.lax.scan(lambda c, _: (c @ w, None), x, length=2)[0],
+        lambda x, w: jax.lax.cond(x.sum() > 0, jnp.matmul, lambda x, w: x, x, w),
+    ],
+    ids=["jit", "checkpoint", "scan", "cond"],
+)
+def test_a_loss_reads_what_a_call_rounds(head):
+    found = explain(lambda w, x: jnp.log1p(jnp.abs(head(x, w))).mean())(W, X)
+    assert found.loss_reads and "the loss  reads bf16: " in str(found)
+
+
 def test_what_a_loss_closes_over_is_no_obstacle():
     """JAX traces it as a constant of a body."""
     x, w = jnp.ones((24, 16)), jnp.ones((16, 32))
@@ -260,3 +275,4 @@ def test_matmuls_in_fp8_are_no_problem():
 
     found = explain(loss, amp_policy=policy, backward=False)(ws, x)
     assert "in fp8    " in str(found) and not found.problems
+    assert found.low_share == 1

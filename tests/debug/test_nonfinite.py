@@ -355,6 +355,52 @@ def test_a_root_module_that_overflows_is_read_in_float32():
     assert report.finding.path == "net" and report.policy == {"net/second": "float32"}
 
 
+def test_lines_of_a_root_module():
+    """A key for the root would leave nothing in half; its lines are enough."""
+
+    def loss(w, x):
+        with jax.named_scope("net"):
+            with jax.named_scope("first"):
+                y = x @ w
+            y = y * 3e5
+            scores = jnp.tanh(y @ y.T)  # scores
+            with jax.named_scope("last"):
+                return (scores @ x @ w).mean()
+
+    report = in_float16(loss)(EYE, X)
+    assert not report.policy and line("scores") in report.lines
+    assert f"flax_amp.amp_stop around {line('scores')}" in str(report)
+
+
+def test_a_fault_that_reaches_variables_only():
+    class Root(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(8, name="first")(x)
+            size = self.variable("batch_stats", "size", jnp.zeros, (8, 8))
+            z = jax.lax.stop_gradient(h) * 1e3
+            size.value = 0.9 * size.value + z.T @ z
+            return nn.Dense(2, name="last")(h)
+
+    model, x = Root(), 5 * X
+    variables = model.init(jax.random.key(0), x)
+    state = AmpTrainState.create(
+        apply_fn=model.apply,
+        params=jax.tree.map(jnp.ones_like, variables["params"]),
+        tx=optax.sgd(0.1),
+        precision="16-mixed",
+    ).replace(variables={"batch_stats": variables["batch_stats"]})
+
+    def loss_fn(params, batch, state):
+        given = {"params": params, **state.variables}
+        out, updates = state.apply_fn(given, batch, mutable=["batch_stats"])
+        return jnp.mean(out**2) * 1e-6, {"variables": updates}
+
+    report = find_nonfinite(state, loss_fn, x)
+    assert report.verdict == "precision" and report.reached == ("updated variables",)
+    assert report.lines or report.policy
+
+
 def test_the_code_itself_computes_in_half():
     found = in_float16(lambda w, x: (x @ w * 1e5).astype(jnp.float16).sum())(EYE, X)
     assert "The code itself computes in float16 there: leave out" in found.advice
