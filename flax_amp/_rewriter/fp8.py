@@ -136,8 +136,9 @@ def check_device(recipes: Collection[use_fp8]) -> None:
             f"fp8: the device {device.device_kind!r} has no matrix products in fp8, as "
             "GPUs of NVIDIA from compute capability 8.9 on and TPUs from generation 7 "
             "on have. Expected precision='bf16-mixed', or to run the same numbers "
-            "without the speed, matmul_dtype=flax_amp.use_fp8(emulate=True), or to "
-            "compile for another device, flax_amp.use_fp8(emulate=False)."
+            "without the speed, amp_policy=flax_amp.default_amp_policy | "
+            "{jax.lax.dot_general_p: flax_amp.use_fp8(emulate=True)}, or to compile "
+            "for another device, flax_amp.use_fp8(emulate=False)."
         )
 
 

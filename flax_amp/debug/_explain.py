@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from html import escape
 from typing import Any
@@ -213,7 +213,8 @@ def _equations(found: Explanation) -> Table:
     """Returns what each equation computes in and gives, module by module."""
     modules: dict[str, list[list[str]]] = {}
     for row in found.equations:
-        cells = [f"  {row.primitive}", short(row.computes_in), row.result]
+        dtype = "fp8" if row.is_in_fp8 else short(row.computes_in)
+        cells = [f"  {row.primitive}", dtype, row.result]
         modules.setdefault(row.path or found.name, []).append(cells)
     rows = [x for path, cells in modules.items() for x in ([path, "", ""], *cells)]
     return table(["equation", "computes in", "result"], rows, (1, 2))
@@ -249,17 +250,20 @@ def _cells(
     found: Explanation, path: tuple[str, ...], rows: list[Equation]
 ) -> list[str]:
     stays = Counter(row.primitive for row in rows if row.stays_by_rule)
+    copies: dict[tuple[str, ...], list[Equation]] = defaultdict(list)
+    for row in rows:
+        copies[tuple(row.path.split("/")[: len(path)])].append(row)
     name = found.name
     if path:
-        copies = {tuple(row.path.split("/")[: len(path)]) for row in rows}
         names = {copy[-1] for copy in copies}
         name = names.pop() if len(names) == 1 else path[-1]
         name += f"  x{len(copies)}" if len(copies) > 1 else ""
-    share = low_share(rows)
+    known = (low_share(of_copy) for of_copy in copies.values())
+    shares = sorted({share for share in known if share is not None})
     return [
         "  " * len(path) + name,
         amount(sum(row.flops for row in rows), ""),
-        "" if share is None else percent(share, 1),
+        " to ".join(percent(share, 1) for share in (*shares[:1], *shares[1:][-1:])),
         " ".join(name for name, _ in stays.most_common(5)),
     ]
 

@@ -319,7 +319,7 @@ _NO_POLICY = (
 _OWN_KEYS = " Keys of your policy for scopes around it come first."
 _REMEDIES = {
     "log": "keep its operand above 0, as jax.nn.log_softmax does for log(softmax(x)), "
-    "or with jnp.log(jnp.maximum(x, 1e-6))",
+    "or, without gradients below it, with jnp.log(jnp.maximum(x, 1e-6))",
     "div": "keep the divisor away from 0, as in x / jnp.maximum(y, 1e-6)",
     "rsqrt": "add an epsilon to its operand",
     "sqrt": "keep its operand above 0",

@@ -109,6 +109,14 @@ def test_the_report_folds_equal_layers(found):
     assert text.index("float32 product x1") < text.index("    Block_*")
 
 
+def test_equal_layers_of_which_one_differs():
+    """The least and the largest share, so that none hides among the others."""
+    policy = flax_amp.default_amp_policy | {"Model/Block_1": jnp.float32}
+    text = str(explain(loss, amp_policy=policy)(PARAMS, X))
+    (blocks,) = (line for line in text.splitlines() if line.startswith("    Block_"))
+    assert "0 % to 100 %" in blocks
+
+
 def test_parts_of_the_report(found):
     short = found.report(only="problems")
     assert "  Model" not in short and "1 problem" in short and short in str(found)
