@@ -246,6 +246,7 @@ class _Run:
         eqn, role, name = node.eqn, node.choice.role, node.eqn.primitive.name
         others, has_half = self._not_half(node)
         is_read = not self.plan.flow.for_products.isdisjoint(eqn.outvars)
+        # What a gather reads is the larger array, which is not cast up for it.
         if not has_half or not (is_read or name == "gather"):
             return False
         if role is Role.MOVE:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jax.extend.core import Literal
 
-from flax_amp._compat import Eqn, Jaxpr, Var, variables
+from flax_amp._compat import Atom, Eqn, Jaxpr, Var, variables
 from flax_amp._rewriter.flatten import Program
 from flax_amp._rewriter.flow import (
     HALF_ROLES,
@@ -173,7 +173,7 @@ def _why_float32(
                 why[v] = "it adds up small steps"
             elif v not in leaving:
                 why[v] = "only its own region reads it"
-            elif node.choice.role in _NEVER_ROUNDED:
+            elif role in _NEVER_ROUNDED:
                 why[v] = role.value
             elif role not in HALF_ROLES:
                 why[v] = ""
@@ -230,14 +230,20 @@ def small_steps(program: Program) -> set[Var]:
     """
     made = {v: eqn for eqn in program.eqns for v in eqn.outvars}
 
+    def is_sum(atom: Atom) -> bool:
+        """Whether a value is a sum, possibly reshaped or broadcast."""
+        eqn = None if isinstance(atom, Literal) else made.get(atom)
+        while eqn and is_layout(eqn) and not isinstance(eqn.invars[0], Literal):
+            eqn = made.get(eqn.invars[0])
+        return eqn is not None and kind_of(eqn) is Kind.SUM
+
     def is_step(v: Var) -> bool:
         if v not in made or made[v].primitive.name not in ("mul", "div"):
             return False
         if made[v].primitive.name == "div":
             divisor = literal(made[v].invars[1])
-            numerator = [x for x in variables(made[v].invars[:1]) if x in made]
-            is_mean = any(kind_of(made[x]) is Kind.SUM for x in numerator)
-            return divisor is not None and abs(divisor) > 32 and not is_mean
+            is_large = divisor is not None and abs(divisor) > 32
+            return is_large and not is_sum(made[v].invars[0])  # a mean is no step
         factors = filter(None, map(literal, made[v].invars))
         return any(abs(factor) < 1 / 32 for factor in factors)
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
-from flax_amp._compat import Eqn, Jaxpr, evaluate
+from flax_amp._compat import Eqn, Jaxpr, evaluate, open_jaxpr
 from flax_amp._rewriter.primitives import Kind, is_matrix_product, kind_of
 from flax_amp._rewriter.roles import Role
 from flax_amp._tree import fill, pick
@@ -155,7 +155,9 @@ def _inside(eqn: Eqn, start: Location, after: Dtypes, why: Any) -> list[Visit]:
     pairs = zip(dtypes_of(eqn).operands, after.operands, strict=True)
     float_ = next((y for x, y in pairs if x == "float32" and is_half(y)), "float32")
     found = []
-    walks = (places(x, start, _may_enter) for x in jaxprs_in_params(eqn.params))
+    inside = list(jaxprs_in_params(eqn.params))
+    firsts = [x for body in inside for x in open_jaxpr(body)[0].outvars[:1]]
+    walks = (places(body, start, _may_enter) for body in inside)
     for inner in itertools.chain.from_iterable(walks):
         if inner.eqn.primitive.name in CALLS:
             continue
@@ -165,10 +167,10 @@ def _inside(eqn: Eqn, start: Location, after: Dtypes, why: Any) -> list[Visit]:
         before = dtypes_of(inner.eqn)
         sides = (before.operands, before.results)
         own = (tuple(float_ if x == "float32" else x for x in xs) for xs in sides)
-        row = _row(inner, Dtypes(*own), reason, "")
+        # What is told of a result is told of the first one.
+        is_first = any(v is x for v in inner.eqn.outvars for x in firsts)
+        row = _row(inner, Dtypes(*own), reason, why.result if is_first else "")
         found.append(Visit(row, inner.eqn, why, eqn))
-    if found:
-        found[-1].row.result = why.result
     return found
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from _programs import WITHIN, norm, normal, over_devices, with_jvp, with_vjp
 from benchmarks.matmuls import exact_matmuls
-from flax_amp import amp
+from flax_amp import amp, explain
 from helpers import HALVES, MATMULS, equations, equations_of, jit, relative_error
 
 SIZE = 8
@@ -114,6 +114,19 @@ def test_what_is_no_small_step_is_rounded(last):
     halves = equations_of(amp(loss), *args, primitive="flax_amp_stored")
     adds = [v.aval for eqn in halves for v in eqn.outvars if v.aval.shape == (2, 4)]
     assert {aval.dtype.name for aval in adds} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("size", [32, 33])
+def test_a_mean_with_its_axes_kept_is_no_small_step(size):
+    """The sum is broadcast before it is divided, by more than 32 at one size."""
+
+    def loss(w, x):
+        m = jnp.mean(x @ w, 0, keepdims=True) + 1.0
+        return (((m @ w) * m) ** 2).mean()
+
+    found = explain(loss)(jnp.ones((4, 4)), jnp.ones((size, 4)))
+    (row,) = (row for row in found.equations if row.primitive == "add")
+    assert row.result.startswith("rounded"), row
 
 
 # --- what is logged changes nothing else ---------------------------------------------
