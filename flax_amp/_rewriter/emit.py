@@ -97,7 +97,7 @@ class Emitter:
     def _piece(self, piece: Piece, plan: Plan, run: "_Run") -> None:
         """Emits the equations of a piece under one `jax.checkpoint`."""
         recompute = self.recompute and any(
-            # Their derivative reads something.
+            # Linear equations alone leave nothing to compute again.
             node.choice.role in HALF_ROLES or not has(node.eqn, Trait.LINEAR)
             for node in piece.nodes
         )
@@ -209,7 +209,7 @@ class _Run:
         arguments = among(factors, self.plan.arguments)
         after_product = among(factors, self.plan.after_product)
         if self.emitter.in_loop:
-            # What is no weight is computed by the step before, as far as known.
+            # A factor that is no weight may come from the step before.
             others = set(_compat.variables(factors)) - self.plan.arguments
             after_product = among(factors, self.plan.after_product | others)
         is_read = node.eqn.outvars[0] in self.plan.flow.for_products
@@ -323,12 +323,12 @@ class _Run:
         """Writes the results of an equation; returns them as others read them."""
         half, plan = self.emitter.half, self.plan
         found = []
-        is_marked = self._is_stored_relu(eqn)
+        was_marked = self._is_stored_relu(eqn)
         for v, x in zip(eqn.outvars, results, strict=True):
             unrounded = x
             if plan.is_border(v) and half != jnp.float32:
                 x = down(x, half)
-            x = x if is_marked else self._mark(v, x)
+            x = x if was_marked else self._mark(v, x)
             self.arrays[Read(v, False)] = x
             if v in plan.unrounded_inside:
                 # If the result is half already, its own region reads what is stored.

@@ -1,4 +1,4 @@
-"""Opens calls: the equations of a small call without a matmul stand in its place.
+"""Opens calls: the equations of a small call stand in its place.
 
 Most functions of `jax.numpy` and `jax.nn` are jitted. What they compute belongs to the
 arithmetic around them, and `jnp.where(mask, x, 0)` is a move like any other:

@@ -1,4 +1,4 @@
-"""The flow of a program: its regions, what a product reads later, and what reads first.
+"""The flow of a program: its regions, and what a product reads later.
 
 Between two matmuls everything is float32; what is carried to the next one is half. A
 *region* is the arithmetic between products. It computes in float32, as written. What
@@ -54,7 +54,7 @@ class ResultUses(NamedTuple):
     """What happens outside of a jaxpr to its results."""
 
     for_products: Flags  # which ones a product reads later
-    rounded: Flags  # which of these nothing else reads before: they leave it rounded
+    rounded: Flags  # which of them no arithmetic of their region reads before
 
 
 class Outside(NamedTuple):

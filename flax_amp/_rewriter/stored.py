@@ -8,11 +8,12 @@ computed again in the backward pass:
 
 But XLA sees both passes in one program and merges equal computations: in straight code
 it would undo the recomputation and store `c` after all. An optimization barrier between
-the stored value and what is computed from it saves the memory: on GPUs behind every
-value, on TPUs behind results of matmuls and residual sums; elsewhere it costs more
-fusions than it saves. `jax.checkpoint(prevent_cse=True)` has barriers on every backend.
-Here the marked value carries the barrier, and whether there is one is decided when the
-program is lowered, for the platform that it is lowered to. That takes a primitive;
+the stored value and what is computed from it saves the memory: on GPUs behind
+every value that arithmetic and a matmul read, on TPUs behind results of matmuls and
+residual sums; elsewhere it costs more fusions than it saves.
+`jax.checkpoint(prevent_cse=True)` has barriers on every backend. Here the marked value
+carries the barrier, and whether there is one is decided when the program is lowered,
+for the platform that it is lowered to. That takes a primitive;
 `jax.ad_checkpoint.checkpoint_name` cannot do it. Partial evaluation splits it into a
 forward and a backward equation, and the backward one is lowered to a barrier.
 
@@ -40,7 +41,7 @@ from flax_amp._rewriter.primitives import Trait, has
 stored_p = Primitive("flax_amp_stored")
 stored_p.multiple_results = True
 
-# Platforms with barriers; on all others the value passes as it is.
+# Platforms with barriers.
 NOWHERE: tuple[str, ...] = ()
 ON_GPU = ("cuda", "rocm")
 ON_GPU_AND_TPU = (*ON_GPU, "tpu")

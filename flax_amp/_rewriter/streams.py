@@ -67,7 +67,7 @@ class _Origin(NamedTuple):
     carries: frozenset[int] = frozenset()  # those that it was computed from
     # Pairs `(carry, argument)`: the argument multiplied it on the way.
     products: frozenset[tuple[int, int]] = frozenset()
-    streams: frozenset[int] = frozenset()  # those that occurred as `carry @ argument`
+    streams: frozenset[int] = frozenset()  # those that an argument multiplied
 
 
 _NOTHING = _Origin()

@@ -38,7 +38,7 @@ class Options(NamedTuple):
 
 
 def check_options(given: Options) -> Options:
-    """Returns options with a long word and counts of Python, after checking them."""
+    """Checks options; returns them with a long word and with counts as ints."""
     caller, word = given.caller, given.precision
     expected = "a function of (params, batch, *args), or of (model, ...) for NNX."
     check_type(given.loss_fn, Callable, f"{caller}: the function", expected)

@@ -146,13 +146,15 @@ def _advance(
     new: StateT, old: StateT, finite: Array, scaler: Scaler
 ) -> tuple[StateT, Metrics]:
     """Lets the counters advance, skipped or not; returns what the optimizer reports."""
-    opt_state, told = new.opt_state, {}
+    opt_state, reported = new.opt_state, {}
     if isinstance(opt_state, optax.ApplyIfFiniteState):
         opt_state = opt_state._replace(**counted(old.opt_state, finite))
-        told["skipped_total"] = opt_state.total_notfinite
+        reported["skipped_total"] = opt_state.total_notfinite
     new = new.replace(step=old.step + 1, scaler=scaler, opt_state=opt_state)
     values = collect_hyperparams(opt_state).items()
-    return new, told | {f"hyperparams/{name}": x for name, x in values if not x.shape}
+    return new, reported | {
+        f"hyperparams/{name}": x for name, x in values if not x.shape
+    }
 
 
 def _measure(options: Options, state: StateT, grads: PyTree, new: StateT) -> Metrics:

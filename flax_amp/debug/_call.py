@@ -90,7 +90,7 @@ def tool(ask: Callable[..., R], *, runs: bool = True) -> Tool[R]:
         return use if asked.args is None else use(*asked.args)
 
     made: Any = call
-    # Those of `ask` are about other arguments.
+    # The signature of `ask` is that of another call.
     del made.__wrapped__
     made.__annotations__ = {}
     return made

@@ -170,7 +170,7 @@ def compare_precision(
     """
     seen = f"compare_precision: {remedies=}"
     check_count(remedies, seen, "of modules to try in float32", least=0)
-    return _Search(call, call.asked.scale(scale)).comparison(remedies)
+    return _Comparing(call, call.asked.scale(scale)).comparison(remedies)
 
 
 def _differences(found: Sequence[Array], exact: Sequence[Array]) -> Array:
@@ -197,7 +197,7 @@ def _relative(differences: Array) -> float:
     return error / exact if exact else math.inf
 
 
-class _Search:
+class _Comparing:
     """Compares a program, and looks for what makes its gradients more exact."""
 
     def __init__(self, call: Call, scale: float):

@@ -11,10 +11,10 @@ import numpy as np
 from flax_amp import _tree
 from flax_amp._compat import Array
 from flax_amp._rewriter.roles import Chooser
-from flax_amp._training.arguments import first_of as first_words
+from flax_amp._training.arguments import first_of
 from flax_amp.debug._call import Call, tool
 from flax_amp.debug._report import Report, is_half, plural, remedy_text
-from flax_amp.debug._run import Cause, Finding, Runner, first_of, is_finite, kinds
+from flax_amp.debug._run import Cause, Finding, Runner, earliest, is_finite, kinds
 from flax_amp.debug._trial import (
     Part,
     Trials,
@@ -61,7 +61,7 @@ class NonfiniteReport(Report):
         scale = "" if self.scale == 1 else f", scale {self.scale:g}"
         yield f"{self.name} in {self.compute_dtype}{scale}: {self.verdict}"
         if self.reached:
-            yield f"not finite: {first_words(self.reached)}"
+            yield f"not finite: {first_of(self.reached)}"
         yield from (f"argument: {text}" for text in self.inputs.values())
         if found := self.finding:
             pass_ = f"the {'backward' if found.backward else 'forward'} pass"
@@ -82,7 +82,7 @@ class NonfiniteReport(Report):
 
 def _words(examples: tuple[int, ...]) -> str:
     """Returns `example 3 of the batch`, or the list of several."""
-    shown = first_words([*map(str, examples)], 8)
+    shown = first_of([*map(str, examples)], 8)
     return f"example{'s' * (len(examples) > 1)} {shown} of the batch"
 
 
@@ -123,10 +123,10 @@ def find_nonfinite(call: Call, *, scale: Any = None) -> NonfiniteReport:
       ('mathematics', 'head', 'log(0) = -inf')
     """
     with jax.debug_nans(False), jax.debug_infs(False):
-        return _Search(call, call.asked.scale(scale)).report()
+        return _Diagnosis(call, call.asked.scale(scale)).report()
 
 
-class _Search:
+class _Diagnosis:
     """Finds the cause of one inf or NaN."""
 
     def __init__(self, call: Call, scale: float):
@@ -189,7 +189,7 @@ class _Search:
             last = wrt if program.backward else []
             updated = ["updated variables"] * (len(values) - 1 - len(last))
             results = zip(["loss", *updated, *last], values, strict=True)
-            if cause := first_of([value.cause for value in values]):
+            if cause := earliest([value.cause for value in values]):
                 reached = dict.fromkeys(name for name, value in results if value.cause)
                 return cause._replace(reached=tuple(reached))
         return None

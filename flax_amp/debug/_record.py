@@ -113,7 +113,7 @@ class Visit(NamedTuple):
     row: Equation
     eqn: Eqn  # as the user wrote it
     why: Any  # the emitter's `Choice`
-    whole: Eqn = None  # the equation around it if that runs as a whole, and has the why
+    whole: Eqn | None = None  # what runs as a whole around it, with this why
 
 
 class Recorder:

@@ -86,8 +86,8 @@ class Value(NamedTuple):
     name: str = "a constant"
 
 
-def first_of(causes: Sequence[Cause | None]) -> Cause | None:
-    """Returns the first one of some causes."""
+def earliest(causes: Sequence[Cause | None]) -> Cause | None:
+    """Returns the one that counts of some causes."""
     return min(filter(None, causes), key=lambda cause: cause.order, default=None)
 
 
@@ -217,7 +217,7 @@ class Runner:
             place = at.noted(f"scan iteration {count} of {length}{note}")
             outs = self._iteration(eqn.params["jaxpr"], [*consts, *carry, *rows], place)
             carry, ys = split_list(outs, counts[1])
-            causes = [first_of((c, y.cause)) for c, y in zip(causes, ys, strict=True)]
+            causes = [earliest((c, y.cause)) for c, y in zip(causes, ys, strict=True)]
         return [*(value.cause for value in carry), *causes]
 
     def _in_while(self, eqn: Eqn, values: Sequence[Value], at: Location) -> Any:
@@ -246,7 +246,7 @@ class Runner:
             fresh = bad & ~functools.reduce(np.logical_or, given)
             pairs = zip(suspects, given, strict=True)
             suspects = [value for value, own in pairs if (own & bad).any()]
-        first = first_of([value.cause for value in suspects])
+        first = earliest([value.cause for value in suspects])
         if first and first.order[0] <= 0:  # an equation, or an argument at fault
             return first
         arguments: frozenset[int] = frozenset()

@@ -75,7 +75,7 @@ class Trials:
         return sorted(parts, key=lambda part: (part.path.count("/"), part))
 
     def search(self, entries: PolicyEntries, parts: list[Part]) -> list[Part]:
-        """Returns the fewest parts with which a run is finite; none if all are not."""
+        """Returns few parts with which a run is finite; none if all are not enough."""
 
         def is_finite(parts: Sequence[Part]) -> bool:
             trial = self.run(entries, 1.0, parts)  # the scaler lowers its scale
@@ -148,7 +148,7 @@ def is_inside(path: str, outer: str) -> bool:
 def fewest(
     parts: list[Part], is_enough: Callable[[Sequence[Part]], bool]
 ) -> list[Part]:
-    """Returns the fewest of some parts that are enough; all of them are."""
+    """Returns as few of some parts as a search finds that are enough; all are."""
     size, runs = len(parts), 0
     while size > 1:
         size = (size + 1) // 2
