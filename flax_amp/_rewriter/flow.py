@@ -210,34 +210,39 @@ class Flows:
         read_inside = set(flagged(program.outvars, [not half for half in uses.rounded]))
         nodes = []
         for node in reversed(found):
-            (invars, outvars), level = (node.eqn.invars, node.eqn.outvars), node.level
-            of_results, unrounded = None, (node.in_region,) * len(invars)
-            if node.has_product:
-                rounded = tuple(
-                    v in for_products and v not in read_inside for v in outvars
-                )
-                of_results = ResultUses(among(outvars, for_products), rounded)
-                to_products, unrounded = self._operands(
-                    node.eqn, node.choice, of_results
-                )
-                read = unrounded
-            else:
-                leads = not node.in_region or not for_products.isdisjoint(outvars)
-                to_products = (leads,) * len(invars)
-                # The operand of a move is read as its result is.
-                passes = _is_move(node) and read_inside.isdisjoint(outvars)
-                read = (False,) * len(invars) if passes else unrounded
+            invars, level = node.eqn.invars, node.level
+            reading = self._reading(node, for_products, read_inside)
             # As it was before a border it reads what is of its own region.
             reads: Reads = [
                 None
                 if isinstance(v, Literal)
                 else Read(v, is_unrounded and region[v] == level)
-                for v, is_unrounded in zip(invars, unrounded, strict=True)
+                for v, is_unrounded in zip(invars, reading.unrounded, strict=True)
             ]
-            nodes.append(dataclasses.replace(node, reads=reads, uses=of_results))
-            for_products.update(flagged(invars, to_products))
-            read_inside.update(v for v in flagged(invars, read) if region[v] == level)
+            nodes.append(
+                dataclasses.replace(node, reads=reads, uses=reading.of_results)
+            )
+            for_products.update(flagged(invars, reading.to_products))
+            own = (v for v in flagged(invars, reading.read) if region[v] == level)
+            read_inside.update(own)
         return Flow(program, nodes[::-1], for_products, read_inside)
+
+    def _reading(
+        self, node: Node, for_products: set[Var], read_inside: set[Var]
+    ) -> "_Reading":
+        """Returns how an equation reads its operands, by what reads its results."""
+        eqn, outvars, count = node.eqn, node.eqn.outvars, len(node.eqn.invars)
+        if node.has_product:
+            rounded = tuple(v in for_products and v not in read_inside for v in outvars)
+            of_results = ResultUses(among(outvars, for_products), rounded)
+            to_products, read = self._operand_uses(eqn, node.choice, of_results)
+            return _Reading(to_products, read, read, of_results)
+        leads = not node.in_region or not for_products.isdisjoint(outvars)
+        unrounded = (node.in_region,) * count
+        # The operand of a move is read as its result is.
+        passes = _is_move(node) and read_inside.isdisjoint(outvars)
+        read = (False,) * count if passes else unrounded
+        return _Reading((leads,) * count, unrounded, read)
 
     def _levels(
         self, program: Program, context: Context
@@ -253,7 +258,7 @@ class Flows:
             region |= dict.fromkeys(eqn.outvars, level + (not node.in_region))
         return nodes, region
 
-    def _operands(
+    def _operand_uses(
         self, eqn: Eqn, choice: Choice, uses: ResultUses
     ) -> tuple[Flags, Flags]:
         """Returns which operands the bodies' products read, and which arithmetic first.
@@ -276,6 +281,15 @@ class Flows:
                 to_products[i] |= v in flow.for_products
                 read_inside[i] |= v in flow.read_inside
         return tuple(to_products), tuple(read_inside)
+
+
+class _Reading(NamedTuple):
+    """How an equation reads its operands, one flag for each."""
+
+    to_products: Flags  # which of them a product reads later
+    unrounded: Flags  # which it reads as they were before a border
+    read: Flags  # which arithmetic of their region reads
+    of_results: ResultUses | None = None  # if it has a product inside
 
 
 def is_apart(eqn: Eqn) -> bool:

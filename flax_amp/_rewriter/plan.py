@@ -8,7 +8,7 @@ which equations one `jax.checkpoint` holds.
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend.core import Literal
@@ -229,24 +229,6 @@ def small_steps(program: Program) -> set[Var]:
     Of `y = y + 1e-3 * f(y)`, a rounding of `y` to half precision would lose the step.
     """
     made = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-
-    def is_sum(atom: Atom) -> bool:
-        """Whether a value is a sum, possibly reshaped or broadcast."""
-        eqn = None if isinstance(atom, Literal) else made.get(atom)
-        while eqn and is_layout(eqn) and not isinstance(eqn.invars[0], Literal):
-            eqn = made.get(eqn.invars[0])
-        return eqn is not None and kind_of(eqn) is Kind.SUM
-
-    def is_step(v: Var) -> bool:
-        if v not in made or made[v].primitive.name not in ("mul", "div"):
-            return False
-        if made[v].primitive.name == "div":
-            divisor = literal(made[v].invars[1])
-            is_large = divisor is not None and abs(divisor) > 32
-            return is_large and not is_sum(made[v].invars[0])  # a mean is no step
-        factors = filter(None, map(literal, made[v].invars))
-        return any(abs(factor) < 1 / 32 for factor in factors)
-
     found: set[Var] = set()
     for eqn in program.eqns:
         if eqn.primitive.name not in ("add", "sub"):
@@ -254,9 +236,30 @@ def small_steps(program: Program) -> set[Var]:
         operands = variables(eqn.invars)
         # A mean that is subtracted is no step: `x - sum(x, keepdims=True) / 64`.
         shape = eqn.outvars[0].aval.shape
-        if any(is_step(v) and v.aval.shape == shape for v in operands):
+        if any(_is_step(v, made) and v.aval.shape == shape for v in operands):
             found.update(eqn.outvars, operands)
     return found
+
+
+def _is_step(v: Var, made: Mapping[Var, Eqn]) -> bool:
+    """Whether a value is another one times a small literal, and no mean."""
+    eqn = made.get(v)
+    if eqn is None or eqn.primitive.name not in ("mul", "div"):
+        return False
+    if eqn.primitive.name == "div":
+        divisor = literal(eqn.invars[1])
+        is_large = divisor is not None and abs(divisor) > 32
+        return is_large and not _is_sum(eqn.invars[0], made)
+    factors = filter(None, map(literal, eqn.invars))
+    return any(abs(factor) < 1 / 32 for factor in factors)
+
+
+def _is_sum(atom: Atom, made: Mapping[Var, Eqn]) -> bool:
+    """Whether a value is a sum, possibly reshaped or broadcast."""
+    eqn = None if isinstance(atom, Literal) else made.get(atom)
+    while eqn and is_layout(eqn) and not isinstance(eqn.invars[0], Literal):
+        eqn = made.get(eqn.invars[0])
+    return eqn is not None and kind_of(eqn) is Kind.SUM
 
 
 def _stored(

@@ -171,22 +171,11 @@ class Asked:
         recompute: bool = True,
     ) -> "Asked":
         """Checks the arguments of a tool."""
-        is_pair = isinstance(fun, tuple) and len(fun) == 2
-        is_pair = is_pair and isinstance(fun[0], nnx.Module)
-        is_trained = is_pair or isinstance(fun, AmpTrainState)
-        # What is trained comes with a batch, and a function with nothing.
-        loss_fn, *given = step if is_trained and step else (fun, *step)
-        if not callable(loss_fn) or bool(given) != is_trained:
-            got = ", ".join(type(x).__name__ for x in (fun, *step))
-            raise TypeError(
-                f"{caller}: got {got}; expected {caller}(loss_fn)(*args), "
-                f"{caller}(state, loss_fn, batch, *args) with an AmpTrainState, or "
-                f"{caller}((model, optimizer), loss_fn, batch, *args)."
-            )
+        loss_fn, *given = _loss_and_rest(caller, fun, step)
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         refuse_rewritten(f"{caller}: {name}", loss_fn)
-        check_not_deleted(caller, "state", fun if is_trained else None)
-        of_step = _of_step(fun, loss_fn, *given) if is_trained else {"fun": fun}
+        check_not_deleted(caller, "state", fun if given else None)
+        of_step = _of_step(fun, loss_fn, *given) if given else {"fun": fun}
         # Other optimizers may have such a name for their own.
         holder, has_own = of_step.get("holder"), AmpTrainState | AmpOptimizer
         word = holder.precision if isinstance(holder, has_own) else "bf16-mixed"
@@ -225,6 +214,25 @@ class Asked:
                 "which the loss is multiplied. Leave it out for that of the state."
             )
         return float(np.max(scale))
+
+
+def _loss_and_rest(caller: str, fun: Any, step: Sequence[Any]) -> Sequence[Any]:
+    """Returns the loss function, and what a step takes after it; nothing else if alone.
+
+    What is trained comes with a batch, and a function with nothing.
+    """
+    is_pair = isinstance(fun, tuple) and len(fun) == 2
+    is_pair = is_pair and isinstance(fun[0], nnx.Module)
+    is_trained = is_pair or isinstance(fun, AmpTrainState)
+    found = step if is_trained and step else (fun, *step)
+    if not callable(found[0]) or (len(found) > 1) != is_trained:
+        got = ", ".join(type(x).__name__ for x in (fun, *step))
+        raise TypeError(
+            f"{caller}: got {got}; expected {caller}(loss_fn)(*args), "
+            f"{caller}(state, loss_fn, batch, *args) with an AmpTrainState, or "
+            f"{caller}((model, optimizer), loss_fn, batch, *args)."
+        )
+    return found
 
 
 def _of_step(trained: Any, loss_fn: Loss, batch: Any, *args: Any) -> dict[str, Any]:

@@ -188,9 +188,8 @@ def _why(visit: Visit, half: str) -> str:
 
 def loss_reads(visits: Sequence[Visit], closed: Jaxpr) -> tuple[str, ...]:
     """Returns which half-precision results the arithmetic of a scalar loss reads."""
-    if [getattr(x, "shape", None) for x in closed.out_avals[:1]] != [()]:
-        return ()
-    if not any(visit.row.is_low for visit in visits):
+    is_loss = [getattr(x, "shape", None) for x in closed.out_avals[:1]] == [()]
+    if not is_loss or not any(visit.row.is_low for visit in visits):
         return ()
     rows: dict[Any, tuple[Equation, bool]] = {}
     levels: dict[Any, int] = {}  # how many matmuls stand before a result
@@ -205,9 +204,14 @@ def loss_reads(visits: Sequence[Visit], closed: Jaxpr) -> tuple[str, ...]:
                 of = f" of {made.path}" if made.path else ""
                 found[f"{made.primitive}{of}, {made.source}"] = None
         # What a loop or a call gives is computed from what its matmuls round.
-        inside = map(walk, jaxprs_in_params(eqn.params))
-        has_matmul = any(is_matrix_product(x.eqn) for x in chain.from_iterable(inside))
+        has_matmul = _has_matmul(eqn)
         rows |= dict.fromkeys(eqn.outvars, (row, has_matmul))
         level += has_matmul or kind_of(eqn) is Kind.PRODUCT
         levels |= dict.fromkeys(eqn.outvars, level)
     return tuple(found)
+
+
+def _has_matmul(eqn: Eqn) -> bool:
+    """Whether a matmul stands in the bodies of an equation."""
+    inside = chain.from_iterable(map(walk, jaxprs_in_params(eqn.params)))
+    return any(is_matrix_product(visit.eqn) for visit in inside)
