@@ -52,11 +52,11 @@ def make_steps(config: ConfigDict) -> tuple[Callable[..., Any], Callable[..., An
     return train_step, flax_amp.make_eval_step(eval_fn)
 
 
-def explain_skipped(config: ConfigDict, state: Any, batch: Any) -> None:
-    """Prints why a step was skipped, unless only the scale was too large."""
+def explain_skipped(config: ConfigDict, state: Any, batch: Any, scale: float) -> None:
+    """Prints why a step was skipped, unless only its scale was too large."""
     loss_fn = make_loss_fn(config.loss_weight)
-    # The parameters are those that the step had.
-    found = flax_amp.find_nonfinite(state, loss_fn, batch)
+    # The parameters are those that the step had, and the scale may be a lower one.
+    found = flax_amp.find_nonfinite(state, loss_fn, batch, scale=scale)
     if found.verdict != "scale":
         print(found)
 
@@ -104,10 +104,11 @@ def train_and_evaluate(
             )
             # The calls return before the step has run on the device. The loop waits
             # for values only every `log_every` steps.
+            scale = float(state.scaler["scaler"]) if config.debug_overflow else 1.0
             state, reported = train_step(state, batch)
             window = window.add(reported)
             if config.debug_overflow and not reported["grads_finite"]:
-                explain_skipped(config, state, batch)
+                explain_skipped(config, state, batch, scale)
             last = step == config.num_steps or should_stop(step)
 
             if last or step % config.log_every == 0:

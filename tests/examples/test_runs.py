@@ -28,7 +28,7 @@ from examples.digits import train as train_digits
 from examples.imagenet import input_pipeline
 from examples.imagenet import model as imagenet
 from examples.imagenet import train as train_imagenet
-from flax_amp import make_train_step, metrics
+from flax_amp import init_scaler, make_train_step, metrics
 from flax_amp.policy import long_word
 from helpers import assert_identical, equations, optimizing_environment
 
@@ -181,6 +181,21 @@ def test_demo(tmp_path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "FAILED" not in result.stdout
+
+
+@pytest.mark.slow
+def test_the_search_for_a_scale_is_not_explained(tmp_path, capsys, monkeypatch):
+    """The scale fits after the step, so that the next one would find nothing."""
+    create = train_digits.create_state
+
+    def with_a_large_scale(*args):
+        scaler = init_scaler(scaler=2.0**22)
+        return create(*args).replace(scaler=scaler)
+
+    monkeypatch.setattr(train_digits, "create_state", with_a_large_scale)
+    _, summary = run("digits", tmp_path, debug_overflow=True, num_steps=8)
+    assert summary["skipped"] > 0
+    assert "in float16, scale" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
