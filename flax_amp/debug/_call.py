@@ -60,6 +60,10 @@ class Options(OfAmp, total=False):
     accum_steps: int
 
 
+# What has a precision and a scaler. Other optimizers may have such names for their own.
+_HOLDERS = AmpTrainState | AmpOptimizer
+
+
 class Tool(Protocol[R_co]):
     """What can be called in each of the ways."""
 
@@ -176,9 +180,8 @@ class Asked:
         refuse_rewritten(f"{caller}: {name}", loss_fn)
         check_not_deleted(caller, "state", fun if given else None)
         of_step = _of_step(fun, loss_fn, *given) if given else {"fun": fun}
-        # Other optimizers may have such a name for their own.
-        holder, has_own = of_step.get("holder"), AmpTrainState | AmpOptimizer
-        word = holder.precision if isinstance(holder, has_own) else "bf16-mixed"
+        holder: Any = of_step.get("holder")
+        word = holder.precision if isinstance(holder, _HOLDERS) else "bf16-mixed"
         entries: Any = default_amp_policy if amp_policy is None else amp_policy
         if precision is not None and compute_dtype is not None:
             raise TypeError(
@@ -204,7 +207,7 @@ class Asked:
         Of a stack of states, it is the largest one.
         """
         scale = given
-        if given is None and isinstance(self.holder, AmpTrainState | AmpOptimizer):
+        if given is None and isinstance(self.holder, _HOLDERS):
             scale = self.holder.scaler["scaler"][...]
         elif given is None:
             return 1.0

@@ -26,9 +26,9 @@ from flax_amp.debug._report import (
     remedy_text,
     table,
 )
+from flax_amp.debug._run import is_finite
 from flax_amp.debug._trial import (
     Part,
-    Trial,
     Trials,
     fewest,
     keys_of,
@@ -139,8 +139,8 @@ def compare_precision(
 
     It tells the error of the loss and of the gradients of each group of parameters. If
     that is more than roundings make, it runs remedies: without fp8, with a loss scale
-    at which gradients fit into float16, and with the fewest modules, or lines outside
-    of modules, in float32 that are enough. It is called as `flax_amp.explain`, and
+    at which gradients fit into float16, and with a few modules, or lines outside of
+    modules, in float32 that are enough. It is called as `flax_amp.explain`, and
     takes its options, with arrays that have values; a loss may return `(loss, aux)`.
 
     Args:
@@ -209,22 +209,21 @@ class _Comparing:
     def comparison(self, most: int) -> Comparison:
         """Returns what is found, with remedies of up to so many modules."""
         asked, threshold = self._asked, self._enough
-        first, trial = self._run("as it is", asked.entries, self._scale)
-        errors = _differences(trial.gradients, self._trials.exact.gradients)
+        first, loss, errors = self._run("as it is", asked.entries, self._scale)
         groups = self._by_group(errors)
         self._error = first.gradient_error
         # The forward pass does not see the scale.
-        largest = errors[:, 2].max() if math.isfinite(trial.loss) else math.inf
+        largest = errors[:, 2].max() if math.isfinite(loss) else math.inf
         remedies: Iterator[Setting] = iter(())
         exact = self._trials.exact
-        if not all(np.isfinite(x).all() for x in (exact.loss, *exact.gradients)):
+        if not all(map(is_finite, (exact.loss, *exact.gradients))):
             self._notes.append(_NOT_FINITE)
         elif most > 0 and self._error > threshold:
             remedies = self._remedies(most, largest, self._trials.parts(asked.entries))
         return Comparison(
             name=asked.name,
             compute_dtype=asked.dtype.name,
-            loss=(float(self._trials.exact.loss), float(trial.loss)),
+            loss=(float(exact.loss), loss),
             gradients=groups,
             threshold=threshold,
             as_it_is=first,
@@ -239,15 +238,16 @@ class _Comparing:
         entries: PolicyEntries,
         scale: float,
         parts: Sequence[Part] = (),
-    ) -> tuple[Setting, Trial]:
-        """Runs the program in half precision, with parts of it in float32."""
-        trials = self._trials
-        trial = trials.run(entries, scale, parts)
-        loss_error = _relative(_differences([trial.loss], [trials.exact.loss]))
+    ) -> tuple[Setting, float, Array]:
+        """Runs the program in half precision, with parts of it in float32.
+
+        It returns the loss and the differences of the gradients as well.
+        """
+        exact, trial = self._trials.exact, self._trials.run(entries, scale, parts)
+        loss_error = _relative(_differences([trial.loss], [exact.loss]))
+        errors = _differences(trial.gradients, exact.gradients)
         # No step is taken if the loss is lost, whatever the gradients are.
-        error = math.inf
-        if loss_error < math.inf:
-            error = _relative(_differences(trial.gradients, trials.exact.gradients))
+        error = _relative(errors) if loss_error < math.inf else math.inf
         setting = Setting(
             name=name,
             scale=scale,
@@ -257,7 +257,7 @@ class _Comparing:
             gradient_error=error,
             low_share=trial.low_share,
         )
-        return setting, trial
+        return setting, float(trial.loss), errors
 
     def _by_group(self, errors: Array) -> tuple[GradientErrors, ...]:
         groups = defaultdict(list)
@@ -289,7 +289,7 @@ class _Comparing:
             if fitting != self._scale:
                 tried.append((f"loss scale {fitting:.8g}", entries, fitting))
         for name, policy, scale in tried:
-            run, _ = self._run(name, policy, scale)
+            run, *_ = self._run(name, policy, scale)
             yield run
             if run.gradient_error <= self._enough:
                 return
@@ -298,8 +298,8 @@ class _Comparing:
 
         @functools.cache
         def in_float32(*parts: Part) -> Setting:
-            what = "".join(parts[0]) if len(parts) == 1 else f"all {len(parts)}"
-            name = f"{what} in float32"
+            first = parts[0].line or parts[0].path
+            name = f"{first if len(parts) == 1 else f'all {len(parts)}'} in float32"
             return self._run(name, entries, self._scale, parts)[0]
 
         best = in_float32(*parts).gradient_error if parts else math.inf

@@ -166,7 +166,7 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
 
     closed = jax.make_jaxpr(emitted)(*call.arrays)
     # The gradient emits rules of derivatives again.
-    rows, visits = tuple(recorder.rows), tuple(recorder.visits)
+    known, visits = recorder.equations, tuple(recorder.visits)
     stored, notes = None, []
     if backward:
         try:
@@ -178,8 +178,8 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
     return Explanation(
         name=asked.name,
         compute_dtype=asked.dtype.name,
-        equations=rows,
-        problems=tuple(find_problems(visits, messages, asked.dtype)),
+        equations=tuple(visit.row for visit in known),
+        problems=tuple(find_problems(known, messages, asked.dtype)),
         stored=stored,
         loss_reads=loss_reads(visits, closed),
         notes=tuple(notes),

@@ -131,7 +131,7 @@ class _Diagnosis:
 
     def __init__(self, call: Call, scale: float):
         self._asked, self._call, self._scale = call.asked, call, scale
-        self._traced = call.trace_loss()
+        self._trials = Trials(call)
         trained = call.trained()
         self._wrt = _tree.pick(call.paths, trained)
         # Training writes the first argument, or the state; the rest is data.
@@ -159,7 +159,7 @@ class _Diagnosis:
 
     def _programs(self, choose: Chooser) -> list[Runner]:
         """Returns the loss in a precision, and the loss with its gradient."""
-        traced = self._traced._replace(choose=choose)
+        traced = self._trials.traced._replace(choose=choose)
 
         def loss(arrays: Sequence[Array]) -> Any:
             # Recomputation changes no number. In float32 nothing changes, but the rules
@@ -243,23 +243,23 @@ class _Diagnosis:
         return NonfiniteReport(name, dtype, self._scale, verdict, advice, **known)
 
     def _precision(self, fault: Cause) -> NonfiniteReport:
-        """Looks for the fewest parts that have to be in float32."""
+        """Looks for a few parts of the program that are enough in float32."""
         entries, dtype = self._asked.entries, self._asked.dtype
         if Policy(entries).fp8_recipes:
             programs = self._programs(Chooser(Policy(without_fp8(entries)), dtype))
             if self._run(programs, self._scale) is None:
                 return self._make("precision", _FP8.format(dtype.name), fault)
-        trials = Trials(self._call)
-        parts, notes = trials.parts(entries), tuple[str, ...]()
+        parts, notes = self._trials.parts(entries), tuple[str, ...]()
         found: list[Part] = []
         left: Cause | None = fault
         # One fault may hide the next one.
         while left and (part := _part_of(left, parts)) in parts and part not in found:
             found.append(part)
             left, notes = self._left(found)
-        for some in (parts, [Part(part.path)]) if left else ():
+        whole = [Part(part.path)] if part.path else []
+        for some in (parts, whole) if left else ():
             # It is the victim of another part, or only the whole program is enough.
-            if found := trials.search(entries, some):
+            if found := self._trials.search(entries, some):
                 left, notes = self._left(found)
             if not left:
                 break

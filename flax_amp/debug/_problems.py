@@ -25,7 +25,7 @@ from flax_amp._rewriter.primitives import (
 )
 from flax_amp._training.arguments import first_of
 from flax_amp.debug._place import is_derivative
-from flax_amp.debug._record import CALLS, Equation, Visit, float_factors
+from flax_amp.debug._record import Equation, Visit, float_factors
 from flax_amp.debug._report import is_half, short
 from flax_amp.policy import Origin
 
@@ -110,8 +110,6 @@ def find_problems(
     """
     found: dict[tuple[str, str], list[Equation]] = defaultdict(list)
     for visit in visits if half != jnp.float32 else ():
-        if visit.row.primitive in CALLS:
-            continue
         for kind_and_message in _findings(visit, half.name):
             found[kind_and_message].append(visit.row)
     problems = [Problem("policy", x.removeprefix("amp_policy: ")) for x in warnings]

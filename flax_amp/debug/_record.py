@@ -137,10 +137,14 @@ class Recorder:
             self.visits += _inside(eqn, start.within(eqn), after, why)
 
     @property
+    def equations(self) -> list[Visit]:
+        """All but calls, of which the equations inside tell all."""
+        return [visit for visit in self.visits if visit.row.primitive not in CALLS]
+
+    @property
     def rows(self) -> list[Equation]:
-        """The rows of all equations but calls, of which those inside tell all."""
-        rows = [visit.row for visit in self.visits]
-        return [row for row in rows if row.primitive not in CALLS]
+        """The rows of `equations`."""
+        return [visit.row for visit in self.equations]
 
 
 def _may_enter(eqn: Eqn) -> bool:

@@ -20,6 +20,7 @@ from flax_amp._rewriter.roles import Choice, Chooser, Context
 from flax_amp.debug._call import Call, Loss
 from flax_amp.debug._place import module_path, scopes_of, source_line
 from flax_amp.debug._record import Recorder, low_share
+from flax_amp.debug._run import is_finite
 from flax_amp.policy import Policy, PolicyEntries
 
 _MAX_RUNS = 16  # of a search
@@ -45,12 +46,12 @@ class Trials:
     """Runs the loss of a call, which it traces once."""
 
     def __init__(self, call: Call):
-        self._call, self._traced = call, call.trace_loss()
+        self._call, self.traced = call, call.trace_loss()
 
     @functools.cached_property
     def exact(self) -> Trial:
         """The run in float32."""
-        run = functools.partial(evaluate, self._traced.closed)
+        run = functools.partial(evaluate, self.traced.closed)
         return self._trial(run, 1.0, Recorder())
 
     def run(
@@ -72,29 +73,30 @@ class Trials:
         paths = {row.path for row in rows}
         whole = {x for x in paths if not x or all(is_inside(path, x) for path in paths)}
         parts = {Part(x.path, x.source if x.path in whole else "") for x in rows}
+        # Code of a library, called by itself, has neither.
+        parts -= {Part(path) for path in whole}
         return sorted(parts, key=lambda part: (part.path.count("/"), part))
 
     def search(self, entries: PolicyEntries, parts: list[Part]) -> list[Part]:
         """Returns few parts with which a run is finite; none if all are not enough."""
 
-        def is_finite(parts: Sequence[Part]) -> bool:
+        def is_enough(parts: Sequence[Part]) -> bool:
             trial = self.run(entries, 1.0, parts)  # the scaler lowers its scale
-            arrays = trial.loss, *trial.updates, *trial.gradients
-            return all(bool(jnp.isfinite(x).all()) for x in arrays)
+            return all(map(is_finite, (trial.loss, *trial.updates, *trial.gradients)))
 
-        return fewest(parts, is_finite) if parts and is_finite(parts) else []
+        return fewest(parts, is_enough) if parts and is_enough(parts) else []
 
     def _in_half(
         self, entries: PolicyEntries, parts: Collection[Part], recorder: Recorder
     ) -> Loss:
         asked = self._call.asked
         choose = with_float32(entries, asked.dtype, parts)
-        traced = self._traced._replace(choose=choose)
+        traced = self.traced._replace(choose=choose)
         return lambda arrays: traced.emit(arrays, asked.recompute, recorder)
 
     def _trial(self, run: Loss, scale: float, recorder: Recorder) -> Trial:
         def loss(arrays: Sequence[Array]) -> Any:
-            return self._traced.rebuild(run(arrays))[0]
+            return self.traced.rebuild(run(arrays))[0]
 
         options: Any = {}
         if jax.default_backend() == "cpu":

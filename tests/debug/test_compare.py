@@ -324,11 +324,21 @@ def in_a_loop(w, x, size):
     return jnp.mean(jax.lax.scan(step, jnp.tanh(x @ w), length=3)[0] ** 2)
 
 
+def in_the_root(w, x, size):
+    with jax.named_scope("net"):
+        with jax.named_scope("a"):
+            y = jnp.tanh(x @ w)
+        y = kept(y * size) - kept(y * size - y)
+        with jax.named_scope("b"):
+            return jnp.mean(jnp.tanh(y @ w) ** 2)
+
+
 LOST = {
     "centring": (centred, 1e4, "# rounded"),
     "decays": (decays, 1e-4, "# decays"),
     "beside a module": (beside_a_module, 500.0, "# kept"),
     "in a loop": (in_a_loop, 500.0, "# kept"),
+    "in the root": (in_the_root, 500.0, "# kept"),
 }
 
 
@@ -342,3 +352,7 @@ def test_a_remedy_for_a_line_without_a_module(fun, number, mark):
     assert f"tests/debug/test_compare.py:{wanted}" in best.lines, found
     assert best.gradient_error < 0.1 * found.as_it_is.gradient_error
     assert f"flax_amp.amp_stop around {best.lines[0]}" in str(found)
+    assert best.name in (
+        f"{best.lines[0]} in float32",
+        f"all {len(best.lines)} in float32",
+    )

@@ -272,6 +272,11 @@ def test_gradients_overflow_by_the_scale_alone():
     assert found.finding.source == line("square")
     # The gradient is 4 * 2 * 2 * scale, and 65504 ends float16.
     assert find_nonfinite(scaled(2.0**11), squares, X).verdict == "nothing"
+    # After a skipped step the scale fits; that of the step tells why it was skipped.
+    state, metrics = flax_amp.make_train_step(squares)(scaled(2.0**12), X)
+    assert not metrics["grads_finite"]
+    assert find_nonfinite(state, squares, X).verdict == "nothing"
+    assert find_nonfinite(state, squares, X, scale=2.0**12).verdict == "scale"
     found = find_nonfinite(scaled(2.0**22), overflow, X)
     assert found.verdict == "precision" and found.finding.path == "net/bad"
     assert found.policy == {"net/bad": "float32"} and "only the scale" in str(found)
@@ -338,6 +343,15 @@ def test_the_line_of_a_fault_outside_of_modules(dtype):
     report = find_nonfinite(loss, compute_dtype=dtype)(EYE, X)
     assert report.verdict == "precision" and report.lines == (line("one"),)
     assert f"flax_amp.amp_stop around {line('one')}" in str(report)
+
+
+def test_code_without_a_module_and_a_line():
+    """No part of it has a name, and a key for everything is no remedy."""
+    fun, x = functools.partial(jnp.einsum, "ij,jk,kl->"), jnp.full((8, 8), 300.0)
+    report = in_float16(fun)(x, x, x)
+    assert report.verdict == "precision" and not report.policy and not report.lines
+    compared = flax_amp.compare_precision(fun, compute_dtype=jnp.float16)(x, x, x)
+    assert not compared.remedies and "neither modules nor lines" in str(compared)
 
 
 def test_a_root_module_that_overflows_is_read_in_float32():
