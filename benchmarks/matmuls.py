@@ -173,7 +173,7 @@ class _Replaced:
 
     def _entered(self, value: Any) -> Any:
         """Returns a parameter with other matmuls in the jaxprs in it."""
-        if _compat.is_jaxpr(value):
+        if hasattr(getattr(value, "jaxpr", value), "eqns"):  # open or closed
             return self._body(value)
         if isinstance(value, tuple):
             items = map(self._entered, value)

@@ -55,11 +55,6 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
-def is_jaxpr(value: Any) -> bool:
-    """Whether something is an open or closed jaxpr."""
-    return hasattr(getattr(value, "jaxpr", value), "eqns")
-
-
 def source_of(closed: Jaxpr) -> str:
     """Returns the name and the place of a function of JAX that was traced to a jaxpr.
 

@@ -21,11 +21,6 @@ def is_node(x: Any) -> bool:
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
-def is_module(x: Any) -> bool:
-    """Whether `x` is an object of NNX that is more than one variable."""
-    return isinstance(x, nnx.Pytree)
-
-
 class FunctionalCall:
     """A call `fun(*args, **kwargs)` as a pure function of a flat list of inputs.
 
