@@ -70,9 +70,12 @@ class Reading:
         self.weights, self.numbers = {*self.arguments}, set()
         self.sums = set()
         inside, outside, later = {}, set(), set()
+        self.moved = {*self.results}  # results, and what is moved to one
         for step in reversed(self.steps):
             if step.is_in("dot_general") or self.leads & {*step.outs}:
                 self.leads |= {*step.floats}
+            if step.is_in(MOVES) and self.moved & {*step.outs}:
+                self.moved |= {*step.floats}
 
         for step in self.steps:
             level = max((self.level.get(v, 0) for v in step.floats), default=0)
@@ -97,7 +100,7 @@ class Reading:
         scalars = {v for v in inside if not v.aval.shape}
         self.border = (outside & self.leads & after & {*inside}) - sums - scalars
         # 5. its own region reads a residual sum rounded, too
-        self.residual = self.border & self.sums & later
+        self.residual = (self.border & self.sums & later) - self.moved
 
     def run(self, arguments, half):
         """Returns the results, and notes the operand dtypes of each step."""
@@ -134,5 +137,7 @@ class Reading:
         if not halves or step.outs[0] not in self.leads:
             return False
         if step.is_in("add"):
+            if step.outs[0] in self.moved:  # 3. a result is never rounded
+                return False
             return others <= self.weights and all(v.aval.shape for v in step.ins)
         return step.is_in(MOVES) and others <= self.numbers

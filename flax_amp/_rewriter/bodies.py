@@ -111,6 +111,7 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Arr
     uses = ResultUses(
         is_stream + outside.uses.for_products[count:],
         is_stream + outside.uses.rounded[count:],
+        tuple(not one for one in is_stream) + outside.uses.for_results[count:],
     )
     of_body = Outside(
         outside.context,

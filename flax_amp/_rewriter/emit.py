@@ -256,7 +256,8 @@ class _Run:
         are_biases = all(among(others, self.plan.arguments))
         are_biases &= all(v.aval.shape for v in others)
         is_addition = name == "add" or (name == "add_any" and not others)
-        return role is Role.ARITHMETIC and is_addition and are_biases
+        is_inner = self.plan.flow.for_results.isdisjoint(eqn.outvars)
+        return role is Role.ARITHMETIC and is_addition and are_biases and is_inner
 
     def _not_half(self, node: Node) -> tuple[list[Atom], bool]:
         """Returns the operands that are in float32, and whether another is half."""

@@ -34,6 +34,7 @@ from flax_amp._rewriter.primitives import (
     bodies,
     has,
     is_float32,
+    is_relu,
     kind_of,
     walk,
 )
@@ -55,6 +56,8 @@ class ResultUses(NamedTuple):
 
     for_products: Flags  # which ones a product reads later
     rounded: Flags  # which of them no arithmetic of their region reads before
+    # Which are results of the program or states of a loop, as they are or moved.
+    for_results: Flags
 
 
 class Outside(NamedTuple):
@@ -72,9 +75,8 @@ class Outside(NamedTuple):
     def in_float32(cls, context: Context, results: int, arguments: Flags) -> "Outside":
         """Returns what is known of a body whose results all stay float32."""
         none = (False,) * results
-        return cls(
-            context, ResultUses(none, none), arguments, (False,) * len(arguments)
-        )
+        uses = ResultUses(none, none, for_results=(True,) * results)
+        return cls(context, uses, arguments, (False,) * len(arguments))
 
     def without(self, count: int) -> "Outside":
         """Returns this without the first inputs."""
@@ -117,6 +119,7 @@ class Flow(NamedTuple):
     nodes: Sequence[Node]
     for_products: set[Var]  # what a product reads later
     read_inside: set[Var]  # what arithmetic of its own region reads
+    for_results: set[Var]  # results and states of loops, and what is moved to them
 
 
 def cached(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,10 +211,11 @@ class Flows:
         found, region = self._levels(program, context)
         for_products = set(flagged(program.outvars, uses.for_products))
         read_inside = set(flagged(program.outvars, [not half for half in uses.rounded]))
+        for_results = set(flagged(program.outvars, uses.for_results))
         nodes = []
         for node in reversed(found):
             invars, level = node.eqn.invars, node.level
-            reading = self._reading(node, for_products, read_inside)
+            reading = self._reading(node, for_products, read_inside, for_results)
             # As it was before a border it reads what is of its own region.
             reads: Reads = [
                 None
@@ -225,16 +229,25 @@ class Flows:
             for_products.update(flagged(invars, reading.to_products))
             own = (v for v in flagged(invars, reading.read) if region[v] == level)
             read_inside.update(own)
-        return Flow(program, nodes[::-1], for_products, read_inside)
+            passes = _is_move(node) or is_relu(node.eqn)
+            if passes and not for_results.isdisjoint(node.eqn.outvars):
+                for_results.update(v for v in variables(invars) if region[v] == level)
+        return Flow(program, nodes[::-1], for_products, read_inside, for_results)
 
     def _reading(
-        self, node: Node, for_products: set[Var], read_inside: set[Var]
+        self,
+        node: Node,
+        for_products: set[Var],
+        read_inside: set[Var],
+        for_results: set[Var],
     ) -> "_Reading":
         """Returns how an equation reads its operands, by what reads its results."""
         eqn, outvars, count = node.eqn, node.eqn.outvars, len(node.eqn.invars)
         if node.has_product:
             rounded = tuple(v in for_products and v not in read_inside for v in outvars)
-            of_results = ResultUses(among(outvars, for_products), rounded)
+            of_results = ResultUses(
+                among(outvars, for_products), rounded, among(outvars, for_results)
+            )
             to_products, read = self._operand_uses(eqn, node.choice, of_results)
             return _Reading(to_products, read, read, of_results)
         leads = not node.in_region or not for_products.isdisjoint(outvars)

@@ -99,6 +99,7 @@ class Planner(Flows):
         # Who gets a result, such as the next step of a loop, gets it as it was.
         unrounded_results = [not is_half for is_half in outside.uses.rounded]
         residual_sums -= set(flagged(flow.program.outvars, unrounded_results))
+        residual_sums -= flow.for_results
         unrounded_inside = border - residual_sums
         nodes, results = _reads(flow, unrounded_results, unrounded_inside)
         stored = _stored(flow, border, read_by_later, residual_sums)

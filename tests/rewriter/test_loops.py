@@ -16,6 +16,7 @@ from helpers import (
     assert_close,
     both_halves,
     equations_of,
+    exact_jit,
     jit,
     relative_error,
     run_all,
@@ -47,6 +48,47 @@ def test_weight_shared_by_4096_steps_accumulates_in_float32(dtype):
     w, xs = jnp.full((4, 2), 0.25), jnp.ones((4096, 4))
     grad = jit(jax.grad(amp(fn, compute_dtype=dtype)))(w, xs)
     assert relative_error(grad, np.full((4, 2), 4096.0)) < 1e-3
+
+
+UPDATES = {
+    "two matmuls": lambda h, x: h @ W + x @ W,
+    "a bias": lambda h, x: h @ W + X[:1],
+    "moved": lambda h, x: (W @ h.T).T + x @ W,
+    "masked": lambda h, x: jnp.where(x > -9, h @ W + x @ W, h),
+    "relu": lambda h, x: jax.nn.relu(h @ W + x @ W),
+}
+CALLS = {
+    "plain": lambda f: f,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda f: lambda h, x: lax.cond(x.sum() < 99, f, lambda h, x: h, h, x),
+    "jit": jax.jit,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_state_is_not_rounded_though_its_step_multiplies_it(update, call):
+    """On the way to the matmul of the same step, a sum of halves would be half."""
+    step = CALLS[call](UPDATES[update])
+
+    def fn(x):
+        def body(h, x):
+            h = step(h, x)
+            return h, h @ W
+
+        return lax.scan(body, X, x)
+
+    state, _ = exact_jit(amp(fn))(jnp.stack([X, X[::-1]]))
+    assert relative_error(state.astype(jnp.bfloat16), state) > 1e-4
+
+
+def test_a_result_is_not_rounded_though_a_matmul_reads_it():
+    def fn(x):
+        hidden = x @ W + x @ W.T
+        return hidden, hidden @ W
+
+    hidden, _ = exact_jit(amp(fn))(X)
+    assert relative_error(hidden.astype(jnp.bfloat16), hidden) > 1e-4
 
 
 # --- the stream through stacked layers -----------------------------------------------
