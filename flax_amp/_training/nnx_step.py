@@ -110,6 +110,8 @@ def make_nnx_train_step(
         last = weakref.ref(optimizer)
         return metrics
 
+    if jit:  # as a function of `nnx.jit` has it
+        train_step.lower = step.lower  # type: ignore[attr-defined]
     return train_step
 
 

@@ -52,6 +52,15 @@ def test_it_is_an_nnx_optimizer_with_the_scaler_and_the_counts():
     assert optimizer.opt_state[3][0].mu is optimizer.opt_state.inner_state[0].mu
 
 
+def test_a_step_can_be_lowered_before_it_runs():
+    model, optimizer = linear_objects()
+    step = make_nnx_train_step(sum_loss)
+    batch = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    memory = step.lower(model, optimizer, batch).compile().memory_analysis()
+    assert memory.temp_size_in_bytes >= 0
+    step(model, optimizer, X)  # nothing was donated
+
+
 @pytest.mark.parametrize("way", ["metrics_fn", "names", "loss", "shape"])
 @pytest.mark.parametrize("jit", [True, False])
 def test_an_error_leaves_the_objects_as_they_were(way, jit):
