@@ -11,67 +11,63 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import models, request, results, variants
+from benchmarks import models, results, variants
 from benchmarks.commands import compiled
+from benchmarks.request import Request
 
-# command: (module, function, help, options of its own as `add_argument` takes them)
-COMMANDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "tpu": (
-        *("commands.compiled", "run_tpu", "compiled for a TPU (needs libtpu)"),
-        {"--target": dict(choices=[*compiled.TPUS], default="v5e")},
-    ),
-    "gpu-aot": (
-        *("commands.compiled", "run_gpu", "compiled for a GPU (CUDA plugin)"),
-        {"--target": dict(choices=[*compiled.GPUS], default="h200")},
-    ),
-    "mesh": ("commands.compiled", "run_mesh", "FSDP on 256 described chips", {}),
-    "fp8": (
-        *("commands.compiled", "run_fp8", "matmuls in fp8, compiled"),
-        {"--target": dict(choices=[*compiled.TPUS, "h200"], default="tpu7x")},
-    ),
+
+def _target(default: str, *names: str) -> dict[str, dict[str, Any]]:
+    return {"--target": dict(choices=names, default=default)}
+
+
+# command: the module whose `run` it is, help, options of its own for `add_argument`
+COMMANDS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
+    "tpu": ("compiled", "for a TPU (needs libtpu)", _target("v5e", *compiled.TPUS)),
+    "gpu-aot": ("compiled", "for a GPU (CUDA plugin)", _target("h200", *compiled.GPUS)),
+    "mesh": ("compiled", "FSDP on 256 described chips", {}),
+    "fp8": ("compiled", "matmuls in fp8", _target("tpu7x", *compiled.TPUS, "h200")),
     "gpu": (
-        *("commands.gpu", "run", "measured on the GPU that is here"),
+        *("gpu", "measured on the GPU that is here"),
         {
             "--platform": dict(default="cuda", help="cpu tries the command out"),
             "--rounds": dict(type=int, default=30, help="turns of each variant"),
         },
     ),
-    "host": ("commands.host", "run", "tracing and lowering on the CPU", {}),
-    "error": ("commands.error", "run", "error of the gradients, on the CPU", {}),
-    "step": (
-        *("commands.step", "run", "what make_train_step adds to a step by hand"),
-        {"--rounds": dict(type=int, default=100, help="turns of each way")},
-    ),
+    "host": ("host", "tracing and lowering on the CPU", {}),
+    "error": ("error", "error of the gradients, on the CPU", {}),
+    "step": ("step", "what make_train_step adds to a step by hand", {}),
     "soak": (
-        *("commands.soak", "run", "a long run with kills, bad batches and damage"),
+        *("soak", "a long run with kills, bad batches and damage"),
         {
             "--steps": dict(type=int, default=50_000, help="length of the run"),
             "--seed": dict(type=int, default=0, help="of batches, faults and kills"),
         },
     ),
     "corpus": (
-        *("commands.corpus", "run", "programs of other packages"),
+        *("corpus", "programs of other packages"),
         {"--only": dict(default="", help="parts of PACKAGE/NAME, as A,B")},
     ),
     "convergence": (
-        *("commands.convergence", "run", "whole runs in each precision"),
+        *("convergence", "whole runs in each precision"),
         {
             "--tasks": dict(default="", help="some of the tasks, as A,B"),
             "--ways": dict(default="", help="some of the precisions, as A,B"),
             "--seeds": dict(type=int, default=3, help="float32 may have more"),
         },
     ),
-    "report": ("report", "run", "writes the tables and the plot of all results", {}),
+    "report": ("report", "writes the tables and the plot of all results", {}),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command of the command line, by default that of this process."""
     options = vars(parser().parse_args(arguments))
-    module, function, *_ = COMMANDS[options.pop("command")]
-    common = ("models", "variants", "size", "folder", "resume")
-    asked = request.Request(**{key: options.pop(key) for key in common})
-    getattr(importlib.import_module(f"benchmarks.{module}"), function)(asked, **options)
+    common = ("command", "models", "variants", "size", "folder", "resume")
+    asked = Request(**{key: options.pop(key) for key in common})
+    module = importlib.import_module(
+        f"benchmarks.commands.{COMMANDS[asked.command][0]}"
+    )
+    module.run(asked, **options)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -92,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = made.add_subparsers(dest="command", required=True)
-    for name, (_, _, text, flags) in COMMANDS.items():
+    for name, (_, text, flags) in COMMANDS.items():
         command = commands.add_parser(
             name, parents=[common], help=text, description=text
         )

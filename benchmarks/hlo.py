@@ -7,20 +7,14 @@ once.
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from benchmarks.hlo_text import FUSIONS, VIEWS, Instruction, Module, Shape, parse
 
-# XLA writes it where it does not know the cycles (on a TPU7x's sparse core).
+# XLA writes it for an operation whose cycles it does not know.
 _UNKNOWN = 2**63 - 1
-_COLLECTIVES = (
-    "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all "
-    "collective-permute collective-broadcast".split()
-)
 # These neither compute nor move anything, or cost nothing beside what they call.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all add-dependency "
@@ -48,26 +42,24 @@ def measure(compiled: jax.stages.Compiled) -> dict[str, Any]:
 def figures(text: str) -> dict[str, Any]:
     """Returns the figures of one run of a program, from its text.
 
-    `estimated_mcycles` is XLA's estimate in 1e6 cycles (`None` where it made none),
-    without the operations of `unknown_cycles`, whose cycles it does not know;
+    `estimated_mcycles` is XLA's estimate in 1e6 cycles, `None` where it made none;
     `gb_accessed` 1e9 bytes read and written, `converts` the casts, `kernels` the
-    launches: of a fusion, a custom call, a copy.
+    launches: of a fusion, a custom call, a copy; `fp8_matmuls` those of two factors in
+    fp8.
     """
     module = parse(text)
     launched = launches(module)
-    estimates = [
-        (int(instruction.find(r'"estimated_cycles":"(\d+)"') or 0), count)
+    cycles = sum(
+        count * int(instruction.find(r'"estimated_cycles":"(\d+)"') or 0)
         for instruction, count in module.instructions()
-    ]
-    cycles = sum(count * each for each, count in estimates if each != _UNKNOWN)
-    every = module.instructions(fused=True)
+    )
+    every = [*module.instructions(fused=True)]
     return {
-        "estimated_mcycles": cycles / 1e6 or None,
-        "unknown_cycles": sum(n for each, n in estimates if each == _UNKNOWN),
+        "estimated_mcycles": cycles / 1e6 if 0 < cycles < _UNKNOWN else None,
         "gb_accessed": sum(count * bytes_accessed(i) for i, count in launched) / 1e9,
         "converts": sum(count for i, count in every if i.opcode == "convert"),
         "kernels": sum(count for _, count in launched),
-        "collectives": _exchanged(module),
+        "fp8_matmuls": sum(n for i, n in every if _is_dot(i) and _bits(i) == 8),
     }
 
 
@@ -80,27 +72,6 @@ def _is_free(instruction: Instruction) -> bool:
     opcode = instruction.opcode
     free = opcode in _FREE or opcode.endswith("-done")
     return free or instruction.target in _NOT_LAUNCHED
-
-
-def _exchanged(module: Module) -> str:
-    """Returns the MB that one device sends or receives, by collective and dtype.
-
-    A TPU splits an asynchronous collective over several fusions of one channel, which
-    count once.
-    """
-    moved: Counter[tuple[str, str]] = Counter()
-    seen = set()
-    for instruction, count in module.instructions(fused=True):
-        kind = instruction.opcode.removesuffix("-start")
-        channel = kind, instruction.find(r"channel_id=(\d+)") or instruction
-        if kind not in _COLLECTIVES or channel in seen:
-            continue
-        seen.add(channel)
-        read = [shape for o in instruction.operands for shape in o.shapes]
-        for shape in max(read, _results(instruction), key=_unpadded):
-            moved[kind, shape.dtype] += count * shape.bytes
-    texts = [f"{kind} {dtype} {n / 1e6:.1f}" for (kind, dtype), n in moved.items()]
-    return ", ".join(sorted(texts))
 
 
 # Bytes: operands and results of what is run by itself, padded to tiles as layouts say,
@@ -158,9 +129,7 @@ def _read(value: Instruction, whole: Shape) -> int:
 
 
 def _written(instruction: Instruction, results: list[Shape]) -> int:
-    makers = [instruction] * len(results)
-    if instruction.opcode in FUSIONS:
-        makers = instruction.makers()
+    makers = instruction.makers()
     if len(makers) != len(results):
         return sum(shape.padded_bytes for shape in results)
     total = 0
@@ -177,10 +146,6 @@ def _part(part: Shape, whole: Shape) -> int:
     return min(part.padded_bytes, whole.padded_bytes)
 
 
-def _unpadded(shapes: Iterable[Shape]) -> int:
-    return sum(shape.bytes for shape in shapes)
-
-
 # --- matmuls in fp8 ------------------------------------------------------------------
 
 # Of an H200, per second: bytes, and operations of dense matmuls by the bits of the
@@ -189,20 +154,13 @@ _BYTES = 4.8e12
 _OPERATIONS = {8: 1979e12, 16: 989e12, 32: 494e12}
 
 
-def fp8_figures(text: str) -> dict[str, Any]:
-    """Returns the matmuls of two factors in fp8 of a program, and its roofline.
+def roofline_ms(text: str) -> float:
+    """Returns what stands for the time on an H200 that is not here.
 
-    A GPU that is not here has no estimate of a time. Its roofline stands for it: the
-    sum over kernels of the time for their bytes or for their matmuls, whichever is
-    longer.
+    It is the sum over kernels of the time for their bytes or for their matmuls,
+    whichever is longer.
     """
-    module = parse(text)
-    dots = [(dot, n) for dot, n in module.instructions(fused=True) if _is_dot(dot)]
-    seconds = sum(n * _seconds(kernel) for kernel, n in launches(module))
-    return {
-        "fp8_matmuls": sum(n for dot, n in dots if _bits(dot) == 8),
-        "roofline_ms": 1e3 * seconds,
-    }
+    return 1e3 * sum(n * _seconds(kernel) for kernel, n in launches(parse(text)))
 
 
 def _is_dot(instruction: Instruction) -> bool:

@@ -78,7 +78,12 @@ class Instruction:
     @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
         """The arrays of the result; tuples are flattened."""
-        return parse_shapes(self.result)
+        return tuple(
+            Shape(
+                dtype, tuple(int(n.lstrip("<=")) for n in re.findall("[^,]+", dims)), to
+            )
+            for dtype, dims, to in _LEAF.findall(self.result)
+        )
 
     @functools.cached_property
     def operands(self) -> list["Instruction"]:
@@ -213,37 +218,43 @@ def parse(text: str) -> Module:
     return Module(entry)
 
 
-def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """Returns the arrays of a shape such as "(f32[2,3]{1,0}, bf16[])"."""
-    return tuple(
-        Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), layout)
-        for dtype, dims, layout in _LEAF.findall(text)
-    )
-
-
 def trips(loop: Instruction) -> int:
     """Returns how often the body of a while loop runs.
 
-    Without a known count, it must be a loop that counts up from a constant to a
-    constant: its condition compares an element of the carried tuple with a limit.
+    Raises:
+      ValueError: if the text does not tell.
     """
     if known := loop.find(r'known_trip_count"?[:=]\{"n":"(\d+)"'):
         return int(known)
-    carried, root = loop.operands[0], loop.called["condition"][0].root
-    test = root.fused.root if root.opcode == "fusion" else root
-    unknown = f"the text does not tell how often the loop {loop.name} runs"
-    direction = test.find(r"direction=L([TE])\b")
-    if carried.opcode != "tuple" or not direction:
-        raise ValueError(unknown)
-    counter, limit = (_origin(operand, root) for operand in test.operands)
-    start, stop = _first_value(counter, carried), _first_value(limit, carried)
-    if not (place := _element(counter)) or start is None or stop is None:
-        raise ValueError(unknown)
-    raised = _origin(loop.called["body"][0].root.operands[int(place)])
-    added = raised.fused.root if raised.opcode == "fusion" else raised
-    steps = [_integer(_origin(o)) for o in added.operands if added.opcode == "add"]
-    step = next((n for n in steps if n), 1)
-    return max(0, -(-(stop - start + (direction == "E")) // step))
+    try:
+        return _counted(loop)
+    except (LookupError, ValueError) as error:
+        unknown = f"the text does not tell how often the loop {loop.name} runs"
+        raise ValueError(unknown) from error
+
+
+def _counted(loop: Instruction) -> int:
+    """Returns how often a loop runs that counts up from a constant to a constant.
+
+    Its condition compares an element of the carried tuple with a limit.
+    """
+    carried, condition = loop.operands[0], loop.called["condition"][0].root
+
+    def first(value: Instruction) -> int:
+        """Returns what a value is before the first iteration."""
+        if value.opcode == "get-tuple-element":
+            return _integer(_origin(carried.operands[_place(value)]))
+        return _integer(value)
+
+    (test,) = condition.makers()
+    counter, limit = (_origin(operand, condition) for operand in test.operands)
+    span = first(limit) - first(counter)
+    span += {"T": 0, "E": 1}[test.find(r"direction=L([TE])\b")]
+    raised = _origin(loop.called["body"][0].root.operands[_place(counter)])
+    added = raised.makers()[0]
+    operands = map(_origin, added.operands if added.opcode == "add" else ())
+    steps = [_integer(each) for each in operands if each.opcode == "constant"]
+    return max(0, -(-span // (steps or [1])[0]))
 
 
 def _origin(value: Instruction, fusion: Instruction | None = None) -> Instruction:
@@ -255,18 +266,11 @@ def _origin(value: Instruction, fusion: Instruction | None = None) -> Instructio
     return value
 
 
-def _element(value: Instruction) -> str:
-    """Returns the place of an element of a tuple, or an empty string."""
-    return value.find(r"index=(\d+)") if value.opcode == "get-tuple-element" else ""
+def _place(element: Instruction) -> int:
+    return int(element.find(r"index=(\d+)"))
 
 
-def _first_value(value: Instruction, carried: Instruction) -> int | None:
-    """Returns a constant, or with what constant an element of a carry begins."""
-    if not (place := _element(value)):
-        return _integer(value)
-    return _integer(_origin(carried.operands[int(place)]))
-
-
-def _integer(value: Instruction) -> int | None:
-    is_integer = value.opcode == "constant" and value.arguments.isdigit()
-    return int(value.arguments) if is_integer else None
+def _integer(value: Instruction) -> int:
+    if value.opcode != "constant":
+        raise ValueError(f"{value.name} is no constant")
+    return int(value.arguments)

@@ -37,7 +37,7 @@ def exact_matmuls(fun: Callable[..., Any]) -> Callable[..., Any]:
     The result of each is rounded once, to the dtype that it has. XLA for the CPU adds
     up some matmuls of bfloat16 in bfloat16.
     """
-    return replace_matmuls(fun, _exact)
+    return _replace(fun, _exact)
 
 
 def cast_matmuls(fun: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
@@ -47,7 +47,7 @@ def cast_matmuls(fun: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
     operands are rounded, their terms added up in float32, and the sum is rounded.
     Inner products are sums, and stay in float32.
     """
-    return replace_matmuls(fun, functools.partial(_cast, dtype=dtype))
+    return _replace(fun, functools.partial(_cast, dtype=dtype))
 
 
 def count_cast(closed: Any) -> int:
@@ -66,7 +66,7 @@ def count_cast(closed: Any) -> int:
     return count
 
 
-def replace_matmuls(fun: Callable[..., Any], matmul: Matmul) -> Callable[..., Any]:
+def _replace(fun: Callable[..., Any], matmul: Matmul) -> Callable[..., Any]:
     """Returns a function of arrays with other matmuls."""
     replaced = _Replaced(matmul)
 
@@ -168,36 +168,26 @@ class _Replaced:
             if name in _CUSTOM:
                 return self.run(params["call_jaxpr"], operands)
             if name in _ENTERED:
-                params = {key: self._entered(value) for key, value in params.items()}
+                params = jax.tree.map(self._entered, dict(params))
             return _compat.bind(eqn, operands, params)
 
     def _entered(self, value: Any) -> Any:
-        """Returns a parameter with other matmuls in the jaxprs in it."""
-        if hasattr(getattr(value, "jaxpr", value), "eqns"):  # open or closed
-            return self._body(value)
-        if isinstance(value, tuple):
-            items = map(self._entered, value)
-            return value._make(items) if hasattr(value, "_make") else tuple(items)
-        return value
-
-    def _body(self, body: Any) -> Any:
-        if id(body) not in self.bodies:
-            jaxpr, _ = _compat.open_jaxpr(body)
+        """Returns a jaxpr with other matmuls, and any other parameter as it is."""
+        if not hasattr(getattr(value, "jaxpr", value), "eqns"):  # open or closed
+            return value
+        if id(value) not in self.bodies:
+            jaxpr, _ = _compat.open_jaxpr(value)
 
             def run(*operands: Any) -> list[Any]:
-                pairs = zip(self.run(body, operands), jaxpr.outvars, strict=True)
-                return [_compat.with_weak_type(x, _is_weak(v)) for x, v in pairs]
+                pairs = zip(self.run(value, operands), jaxpr.outvars, strict=True)
+                return [_compat.with_weak_type(x, v.aval.weak_type) for x, v in pairs]
 
             made = jax.make_jaxpr(run)(*map(_struct, jaxpr.invars))
-            made = made if hasattr(body, "consts") else made.jaxpr
-            self.bodies[id(body)] = made, body  # kept, so that no other has its id
-        return self.bodies[id(body)][0]
+            made = made if hasattr(value, "consts") else made.jaxpr
+            self.bodies[id(value)] = made, value  # stored: ids are of what lives
+        return self.bodies[id(value)][0]
 
 
 def _struct(variable: Any) -> jax.ShapeDtypeStruct:
     aval = variable.aval
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=_is_weak(variable))
-
-
-def _is_weak(variable: Any) -> bool:
-    return getattr(variable.aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

@@ -1,13 +1,17 @@
-"""Peer packages: jmp, mpx and jaxamp, each used as its README says.
+"""Peers: an expert's softmax, and jmp, mpx and jaxamp, as their READMEs use them.
 
-All three are optional.
+The three packages are optional.
 """
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -75,3 +79,24 @@ def mpx_gradients(loss: Loss, dtype: DTypeLike) -> Callable[..., tuple[Any, ...]
         return value, new_others, grads, finite, (new.counter, new.loss_scaling)
 
     return gradients
+
+
+def softmax_in_float32(loss: Loss) -> Loss:
+    """Casts the scores of each half-precision softmax up, and its result back.
+
+    One that is written out, or that casts its scores itself, stays as it is.
+    """
+    softmax = jax.nn.softmax
+
+    def cast(scores: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        if scores.dtype not in (jnp.bfloat16, jnp.float16):
+            return softmax(scores, *args, **kwargs)
+        wide = softmax(scores.astype(jnp.float32), *args, **kwargs)
+        return wide.astype(scores.dtype)
+
+    def changed(*args: Any) -> Any:
+        replaced = functools.partial(mock.patch.object, attribute="softmax", new=cast)
+        with replaced(jax.nn), replaced(nn):
+            return loss(*args)
+
+    return changed

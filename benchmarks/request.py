@@ -5,75 +5,59 @@ import gc
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 
-from benchmarks import models, variants
-from benchmarks.results import FOLDER, Results
+from benchmarks import variants
+from benchmarks.results import FOLDER, Figures, Results
 from benchmarks.tables import SECTIONS
-from benchmarks.variants import Training
 
-MODELS = tuple(name for name in models.NAMES if name not in models.OTHERS)
-
-Figures = dict[str, Any]
-Cells = list[tuple[str, list[str]]]  # models with their variants
+T = TypeVar("T")
+Measure = Callable[[str, list[str]], Iterable[tuple[str, Figures]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What to measure; no models or no variants means the command's own choice."""
 
+    command: str
     models: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
     size: str = "full"
     folder: pathlib.Path = FOLDER
     resume: bool = False
 
-    def cells(self, models: Iterable[str], names: Iterable[str]) -> Cells:
-        """Returns the variants of each model that are asked for and can be made here.
+    def cells(self) -> list[tuple[str, list[str]]]:
+        """Returns each model with the variants that are asked for and can be made here.
 
         Without softmax in half precision a hand-set model has no `smcast_bf16`.
         """
-        asked = self.variants or names
+        section = SECTIONS[self.command]
+        asked = self.variants or section.variants.split()
         for package in filter(None, map(variants.missing_package, asked)):
             print(f"{package} is not installed, and left out", flush=True)
         found = [name for name in asked if variants.missing_package(name) is None]
         plain = [name for name in found if name != "smcast_bf16"]
         return [
             (model, found if model in variants.SOFTMAX_IN_HALF else plain)
-            for model in self.models or models
+            for model in self.models or section.models
         ]
 
-    def training(self, variant: str, model: str) -> Training:
-        """Makes the training of a cell."""
-        return variants.training(variant, model, self.size)
 
-
-Measure = Callable[[str, list[str]], Iterable[tuple[str, Figures]]]
-
-
-def run_cells(
-    asked: Request,
-    command: str,
-    target: str,
-    models: Iterable[str],
-    variants: Iterable[str],
-    measure: Measure,
-) -> None:
+def run_cells(asked: Request, target: str, measure: Measure) -> None:
     """Measures the cells asked for; writes and prints each as soon as it exists.
 
-    `models` and `variants` are the command's own choice. To `resume` leaves out what
-    was measured with what is here now.
+    To `resume` leaves out what was measured with what is here now.
     """
-    results = Results.open(asked.folder, command, target, asked.size)
-    for model, names in asked.cells(models, variants):
+    results = Results.open(asked.folder, asked.command, target, asked.size)
+    for model, names in asked.cells():
         if asked.resume:
             names = [n for n in names if not results.has(model, n)]
         for name, figures in measure(model, names) if names else ():
             results.put(model, name, figures)
-            line = SECTIONS[command].line(figures)
+            line = SECTIONS[asked.command].line(figures)
             print(f"{model:17}{name:18} {line}", flush=True)
             free_memory()
 
@@ -84,6 +68,14 @@ def guarded(measure: Callable[..., Figures], *args: Any) -> Figures:
         return measure(*args)
     except Exception as error:
         return {"error": reason(error)}
+
+
+def reason(error: BaseException) -> str:
+    """Returns one line that says why a cell has no figures, without paths."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    text = re.sub(r"(?<![\w.])(?:/[\w.+-]+)+/(?=[\w.+-]+)", "", text)
+    return text if len(text) <= 240 else text[:237] + "..."
 
 
 def on_cpu(*flags: str) -> None:
@@ -101,9 +93,17 @@ def free_memory() -> None:
     gc.collect()
 
 
-def reason(error: BaseException) -> str:
-    """Returns one line that says why a cell has no figures, without paths."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-    text = re.sub(r"(?<![\w.])(?:/[\w.+-]+)+/(?=[\w.+-]+)", "", text)
-    return text if len(text) <= 240 else text[:237] + "..."
+def in_turns(
+    calls: Sequence[Callable[[], T]], rounds: int, warm_up: int = 1
+) -> list[list[T]]:
+    """Calls each function once in each round; returns what each of them gave.
+
+    The order rotates, so that other work on the machine and the drift of clocks hit
+    all alike. What the rounds to warm up give is left out: JAX compiles in them.
+    """
+    found: list[list[T]] = [[] for _ in calls]
+    for turn in range(warm_up + rounds):
+        for i in range(len(calls)):
+            now = (turn + i) % len(calls)
+            found[now].append(calls[now]())
+    return [each[warm_up:] for each in found]

@@ -10,17 +10,27 @@ older one, so that a run may be interrupted, or repeated for some cells only. Ea
 names the run that it comes from.
 """
 
+import contextlib
 import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
+import platform
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import shlex
+import sys
 from typing import Any
 
-from benchmarks import environment, models, variants
+import flax_amp
 
 FOLDER = pathlib.Path(__file__).with_name("results")
+_PACKAGES = """
+    jax jaxlib flax optax numpy libtpu jax-cuda12-plugin jax-cuda12-pjrt
+    jax-cuda13-plugin jax-cuda13-pjrt jmp mixed-precision-for-JAX jaxamp equinox
+"""
 
 Figures = dict[str, Any]
 
@@ -42,18 +52,21 @@ class Results:
         cls, folder: pathlib.Path, command: str, target: str, size: str = "full"
     ) -> "Results":
         """Reads the file of a command and a target, or begins a new one."""
-        version = environment.versions()["jax"]
+        version = importlib.metadata.version("jax")
         parts = [command, target, f"jax{version}", *(["tiny"] * (size == "tiny"))]
         path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', '-'.join(parts))}.json"
-        if path.exists():
-            return cls(path, **json.loads(path.read_text()))
-        return cls(path, command, target, size)
+        return cls.read(path) if path.exists() else cls(path, command, target, size)
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> "Results":
+        """Reads a file that is there."""
+        return cls(path, **json.loads(path.read_text()))
 
     def put(self, model: str, variant: str, figures: Figures) -> None:
         """Stores a cell and writes the file."""
         if self._own_run is None:
             self._own_run = len(self.runs)
-            self.runs.append(environment.this_run())
+            self.runs.append(this_run())
         self.cells.setdefault(model, {})[variant] = {"run": self._own_run, **figures}
         self._write()
 
@@ -62,21 +75,15 @@ class Results:
         figures = self.cells.get(model, {}).get(variant)
         if figures is None or "error" in figures:
             return False
-        return self.runs[figures["run"]]["versions"] == environment.versions()
-
-    def models(self) -> Iterator[tuple[str, dict[str, Figures]]]:
-        """Yields each model and its cells by variant, in a fixed order."""
-        for model in _ordered(self.cells, models.NAMES):
-            cells = self.cells[model]
-            yield model, {name: cells[name] for name in _ordered(cells, variants.NAMES)}
+        return self.runs[figures["run"]]["versions"] == versions()
 
     def made_with(self) -> str:
         """Returns the dates, the machines and the versions behind the figures."""
         used = {cell["run"] for cells in self.cells.values() for cell in cells.values()}
         dates: dict[str, set[str]] = {}
         for run in (self.runs[index] for index in sorted(used)):
-            versions = ", ".join(f"{k} {v}" for k, v in sorted(run["versions"].items()))
-            text = re.sub(r" \(sources \w+\)", "", f"{run['machine']}; {versions}")
+            text = f"{run['machine']}; {_listed(dict(sorted(run['versions'].items())))}"
+            text = re.sub(r" \(sources \w+\)", "", text)
             dates.setdefault(text, set()).add(run["date"][:10])
         lines = [f"- {', '.join(sorted(x))}, {text}" for text, x in dates.items()]
         return "\n".join(lines)
@@ -92,12 +99,56 @@ class Results:
         os.replace(partial, self.path)
 
 
-def read_all(folder: pathlib.Path) -> list[Results]:
-    """Reads the files of a folder, in the order of their names."""
-    paths = sorted(folder.glob("*.json"))
-    return [Results(path, **json.loads(path.read_text())) for path in paths]
+# --- what a figure was measured with -------------------------------------------------
 
 
-def _ordered(names: Iterable[str], known: Sequence[str]) -> list[str]:
-    """Sorts as the names are listed."""
-    return sorted(names, key=known.index)
+def made_by(packages: str = "jax") -> str:
+    """Returns by which command, on what machine and with which packages."""
+    return f"Made by `{_command()}`, {_machine()}, {_listed(_installed(packages))}"
+
+
+def this_run() -> dict[str, object]:
+    """Returns what a stored figure says about the run that measured it."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    run: dict[str, object] = {"command": _command(), "date": now}
+    return run | {"machine": _machine(), "versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of each package that is installed.
+
+    Of flax_amp also a digest of its sources: it tells one state of a checkout from
+    another, with or without git.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(flax_amp.__file__).parent.rglob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    own = f"{flax_amp.__version__} (sources {digest.hexdigest()[:8]})"
+    found = {"python": platform.python_version(), "flax_amp": own}
+    return found | _installed(_PACKAGES)
+
+
+def _installed(packages: str) -> dict[str, str]:
+    found = {}
+    for package in packages.split():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def _listed(found: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def _machine() -> str:
+    """Returns the kind and number of the processors of this machine."""
+    cpus = pathlib.Path("/proc/cpuinfo")
+    text = cpus.read_text() if cpus.exists() else ""
+    found = re.search(r"model name\s*: (.*)", text)
+    return f"{os.cpu_count()} x {found[1] if found else platform.machine()}"
+
+
+def _command() -> str:
+    """Returns the command as it was typed; of an absolute path, only the last part."""
+    typed = [pathlib.Path(x).name if x[:1] == "/" else x for x in sys.orig_argv[1:]]
+    return shlex.join(["python", *typed])

@@ -9,8 +9,6 @@ says on its standard output when it begins to save.
 import contextlib
 import hashlib
 import json
-import pathlib
-import resource
 import sys
 import warnings
 from typing import Any
@@ -108,7 +106,7 @@ def main(directory: str, record: str, seed: int, until: int, save_every: int) ->
                 print(json.dumps(_seen(state)), file=lines)
                 if (number + 1) % save_every == 0:
                     manager.wait_until_finished()  # a save holds arrays until then
-                    print(json.dumps(_memory()), file=lines)
+                    print(json.dumps({"arrays": len(jax.live_arrays())}), file=lines)
                     print(number + 1, flush=True)
                     checkpoint.save(manager, state)
 
@@ -133,12 +131,6 @@ def _seen(state: AmpTrainState) -> dict[str, Any]:
         "skipped": int(state.opt_state.total_notfinite),
         "digest": digest.hexdigest()[:16],
     }
-
-
-def _memory() -> dict[str, float]:
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    megabytes = pages * resource.getpagesize() / 1e6
-    return {"megabytes": megabytes, "arrays": len(jax.live_arrays())}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What the tables show: for each command its figures and its baseline."""
+"""The commands whose figures are in the report: what they measure and what it shows."""
 
 import dataclasses
 import statistics
 from collections.abc import Mapping
 from typing import Any
+
+from benchmarks import models
 
 Figures = Mapping[str, Any]
 Cells = Mapping[str, Figures]  # by variant
@@ -11,7 +13,6 @@ Cells = Mapping[str, Figures]  # by variant
 # By the key of a figure: its title, its digits, and whether its ratio is shown
 _TITLES = {
     "estimated_time": ("est. time", 3, True),
-    "unknown_cycles": ("unknown", 0, False),
     "roofline_ms": ("roofline ms", 3, True),
     "step_ms": ("ms", 3, True),
     "cpu_s": ("CPU s", 3, True),
@@ -23,21 +24,26 @@ _TITLES = {
     "kernels": ("kernels", 0, True),
     "converts": ("converts", 0, False),
     "fp8_matmuls": ("fp8", 0, False),
-    "collectives": ("collectives", 0, False),
 }
+_BFLOAT16 = """
+    float32 hand_bf16 smcast_bf16 amp_bf16 amp_step_bf16 jmp_bf16 mpx_bf16 jaxamp_bf16
+"""
+_FLOAT16 = " hand_fp16 amp_fp16"
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The table of a command in the report.
+    """A command and its table in the report.
 
-    `baselines` are the variants that a variant is compared with. Figures that are
-    `timed` are measured times, of which a ratio needs both from one run.
+    `variants` and `models` are measured if none are asked for. `baselines` are the
+    variants that a variant is compared with. Figures that are `timed` are measured
+    times, of which a ratio needs both from one run.
     """
 
     title: str
-    note: str
     keys: str
+    variants: str = _BFLOAT16
+    models: tuple[str, ...] = models.SIXTEEN
     baselines: tuple[str, ...] = ("hand_bf16", "smcast_bf16")
     timed: bool = False
 
@@ -87,74 +93,38 @@ def _text(key: str, figures: Figures) -> str:
     if isinstance(figure, list):
         error = statistics.stdev(figure) / len(figure) ** 0.5 if figure[1:] else 0.0
         return f"{statistics.fmean(figure):.{digits}f} ± {error:.{digits}f}"
-    if isinstance(figure, str):
-        return figure
     return f"{figure:.{digits}f}" if figure else ""
 
 
-_TPU = "estimated_time unknown_cycles gb_accessed temp_mb peak_mb argument_mb converts"
+_TPU = "estimated_time gb_accessed temp_mb peak_mb argument_mb converts"
 
 SECTIONS = {
-    "tpu": Section(
-        title="Compiled for a TPU",
-        note="XLA's estimate of the time (in ms on a v5e; elsewhere in 1e6 cycles, for "
-        "the clock is not known), bytes read and written (loops counted), temporary "
-        "memory, and casts executed. `temp MB` may exceed what a program needs; "
-        "`peak MB`, arguments included, is the most that lives at one time. `unknown` "
-        "operations, on a TPU7x's sparse core, are not in the time: XLA does not know "
-        "their cycles.",
-        keys=_TPU,
-    ),
+    "tpu": Section("Compiled for a TPU", _TPU),
     "gpu-aot": Section(
-        title="Compiled for a GPU",
-        note="Without the GPU, and so without its autotuning: temporary memory, "
-        "kernels launched, casts executed, bytes read and written by the kernels.",
-        keys="temp_mb peak_mb gb_accessed kernels converts",
+        "Compiled for a GPU, without its autotuning",
+        "temp_mb peak_mb gb_accessed kernels converts",
+        _BFLOAT16 + _FLOAT16,
     ),
     "gpu": Section(
-        title="Measured on a GPU",
-        note="Milliseconds of a step: the mean and its standard error over rounds in "
-        "which all the variants of a model take turns, each with a burst of steps that "
-        "ends with the device idle; the ratio is a geometric mean over the rounds. "
-        "`peak MB` is arguments, results and temporaries by XLA's buffer assignment.",
-        keys="step_ms temp_mb peak_mb kernels converts",
+        "Measured on a GPU",
+        "step_ms temp_mb peak_mb kernels converts",
+        _BFLOAT16 + _FLOAT16,
         timed=True,
     ),
     "host": Section(
-        title="Tracing and lowering",
-        note="Seconds of processor time from a cold cache of traces: the least of "
-        "three turns, which other work disturbs least. The ratios are to "
-        "float32.",
-        keys="cpu_s",
-        baselines=("float32",),
-        timed=True,
+        "Tracing and lowering", "cpu_s", baselines=("float32",), timed=True
     ),
     "error": Section(
-        title="Error of the gradients",
-        note="Relative L2 error in percent over all parameters against the float32 "
-        "gradients, same data and weights, tiny sizes on the CPU: the mean and its "
-        "standard error over eight seeds; the ratio is a geometric mean over them. XLA "
-        "may not keep more digits than a program asks for "
-        "(`--xla_allow_excess_precision=false`), and matmuls of half-precision arrays "
-        "add in float32 and are rounded once.",
-        keys="errors",
+        "Error of the gradients",
+        "errors",
+        "hand_bf16 smcast_bf16 amp_bf16 amp_fp8_emulated" + _FLOAT16,
     ),
-    "mesh": Section(
-        title="FSDP on 256 chips",
-        note="The scanned GPT (d 1024, 8 layers, batch 256), every parameter sharded "
-        "over its largest axis that divides, the batch and the residual stream over "
-        "their examples. Per chip. The collectives are in MB sent or received; weights "
-        "may travel as all-reduces too.",
-        keys=f"{_TPU} collectives",
-    ),
+    "mesh": Section("FSDP on 256 chips", _TPU, models=("gpt_fsdp",)),
     "fp8": Section(
-        title="Matmuls in fp8",
-        note="`amp_fp8`: matmuls by weights in fp8 where it pays. `roofline` stands "
-        "for the time on an H200: the sum over kernels of the time for their bytes "
-        "(4.8 TB/s) or for their operations (1979, 989 or 494 TFLOP/s by the dtype), "
-        "whichever is longer. `fp8` counts the matmuls in fp8 of the compiled program. "
-        "The ratios are to amp_bf16.",
-        keys="estimated_time roofline_ms gb_accessed temp_mb peak_mb fp8_matmuls",
+        "Matmuls in fp8",
+        "estimated_time roofline_ms gb_accessed temp_mb peak_mb fp8_matmuls",
+        "amp_bf16 amp_fp8",
+        models=("llama_4k",),
         baselines=("amp_bf16",),
     ),
 }

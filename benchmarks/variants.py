@@ -4,16 +4,16 @@ The optimizer, the skipping of steps that are not finite, and the form of the st
 the same for all of them; they differ in how they get their gradients.
 """
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 from jax.typing import DTypeLike
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 import flax_amp
 from benchmarks import peers
 from benchmarks.models import Problem, problem
-from flax_amp import optim
+from flax_amp.policy import PolicyEntries
 
 PyTree = Any
 Loss = Callable[..., Any]
@@ -48,19 +48,19 @@ class Training(NamedTuple):
       problem: the model with its loss and data, whose `init` is the same for all
         variants of a model.
       step: `step(carry, batch) -> (carry, loss)`.
-      start: `start(variables) -> carry`, where `variables` is what `init` gives.
+      start: `start(params, others) -> carry`, of what `init` gives.
       gradients: `gradients(params, others, batch) -> grads`, to compare variants.
     """
 
     problem: Problem
     step: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array]]
-    start: Callable[[dict[str, PyTree]], PyTree]
-    gradients: Callable[..., PyTree]
+    start: Callable[[PyTree, PyTree], PyTree]
+    gradients: Any
 
     def shapes(self) -> tuple[PyTree, PyTree]:
         """Returns the shapes and dtypes of a carry and of a batch."""
         key = jax.random.key(0)
-        carry = jax.eval_shape(lambda key: self.start(self.problem.init(key)), key)
+        carry = jax.eval_shape(lambda key: self.start(*self.problem.init(key)), key)
         return carry, jax.eval_shape(self.problem.batch, key)
 
 
@@ -83,9 +83,7 @@ def _training(
 ) -> Training:
     """Makes the training step around `gradients(params, others, scaler, batch)`."""
 
-    def start(variables):
-        others = dict(variables)
-        params = others.pop("params")
+    def start(params, others):
         return params, others, OPTIMIZER.init(params), scaler()
 
     def step(carry, batch):
@@ -150,78 +148,106 @@ def _scaled(
             result = gradients(params, others, carry[-1], batch)
             return result.grads, result.finite, result.scaler
 
-        def is_to_repeat(carry):
-            _, finite, scale = carry
-            return ~finite & (scale.scale >= 1)
-
         start = jax.tree.map(jnp.zeros_like, params), jnp.asarray(False), scaler()
-        return jax.lax.while_loop(is_to_repeat, step, start)[0]
+        return jax.lax.while_loop(lambda x: ~x[1] & (x[2].scale >= 1), step, start)[0]
 
     return _training(task, gradients, scaler)._replace(gradients=compared)
 
 
-def _amp_step(
-    model: str,
-    size: str,
-    precision: flax_amp.Precision,
-    tx: Any = OPTIMIZER,
-    param_dtype: DTypeLike = jnp.float32,
-) -> Training:
-    """`flax_amp.make_train_step` on an `AmpTrainState`, which is all of the carry.
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A precision to train in.
 
-    The step keeps its gradients; those to compare are of the same loss, scaled as the
-    hand-set model's.
+    With the precision "32-true", nothing of a step is from flax_amp: it differentiates
+    the loss as it is. `dtype` is what the layers get by hand; with `small_moments` the
+    moments are stored in bfloat16.
     """
-    task = problem(model, size)
-    compared = _scaled if precision == "16-mixed" else _of_loss
-    wrap = functools.partial(flax_amp.amp, precision=precision)
+
+    precision: flax_amp.Precision = "32-true"
+    dtype: DTypeLike | None = None
+    small_moments: bool = False
+    param_dtype: DTypeLike = jnp.float32
+    amp_policy: PolicyEntries | None = None
+    patience: int = 2000
+
+    def state(self, tx: Any, **options: Any) -> flax_amp.AmpTrainState:
+        """Makes a state as users do."""
+        if self.precision == "16-mixed":
+            options["scaler"] = flax_amp.init_scaler(patience=self.patience)
+        options |= dict(precision=self.precision, param_dtype=self.param_dtype)
+        tx = flax_amp.optim.small_state(tx) if self.small_moments else tx
+        return flax_amp.AmpTrainState.create(tx=tx, **options)
+
+    def train_step(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes `step(state, batch) -> (state, metrics)`, to be called inside of jit.
+
+        `loss_fn(params, batch, *, state)` returns `(loss, aux)`.
+        """
+        if self.precision == "32-true":
+            return functools.partial(_plain_step, loss_fn)
+        return flax_amp.make_train_step(
+            loss_fn, has_aux=True, amp_policy=self.amp_policy, jit=False
+        )
+
+    def eval_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes `step(state, batch)` of `fn(params, batch)`, in this precision."""
+        if self.precision == "32-true":
+            return lambda state, batch: fn(state.params, batch)
+        return flax_amp.make_eval_step(fn, amp_policy=self.amp_policy, jit=False)
+
+
+def _plain_step(
+    loss_fn: Callable[..., Any], state: flax_amp.AmpTrainState, batch: PyTree
+) -> tuple[flax_amp.AmpTrainState, dict[str, jax.Array]]:
+    grad = jax.value_and_grad(loss_fn, has_aux=True)
+    (loss, aux), grads = grad(state.params, batch, state=state)
+    variables = aux.get("variables", state.variables)
+    return state.apply_gradients(grads=grads, variables=variables), {"loss": loss}
+
+
+def stepped(task: Problem, way: Way, tx: Any) -> Training:
+    """Makes the training step of a way; an `AmpTrainState` is all of the carry.
+
+    The step does not tell its gradients.
+    """
 
     def loss_fn(params, batch, *, state):
         loss, others = task.loss(params, state.variables, batch)
         return loss, {"variables": others}
 
-    train_step = flax_amp.make_train_step(
-        loss_fn, has_aux=True, jit=False, donate=False
-    )
+    train_step = way.train_step(loss_fn)
 
-    def start(variables):
-        others = dict(variables)
-        return flax_amp.AmpTrainState.create(
-            params=others.pop("params"),
-            variables=others,
-            tx=tx,
-            param_dtype=param_dtype,
-            precision=precision,
-        )
+    def start(params, others):
+        return way.state(params=params, variables=others, tx=tx)
 
     def step(carry, batch):
         carry, told = train_step(carry, batch)
         return carry, told["loss"]
 
-    return Training(task, step, start, compared(model, size, wrap=wrap).gradients)
+    return Training(task, step, start, None)
+
+
+def _amp_step(model: str, size: str, way: Way) -> Training:
+    """A step, with gradients to compare: of a loss scaled as the hand-set model's."""
+    of_loss = _scaled if way.precision == "16-mixed" else _of_loss
+    wrap = functools.partial(flax_amp.amp, precision=way.precision)
+    gradients = of_loss(model, size, wrap=wrap).gradients
+    made = stepped(problem(model, size), way, OPTIMIZER)
+    return made._replace(gradients=gradients)
 
 
 class Guarded(TrainState):
     """What a loop stores that guards its gradients by hand, as flax_amp does."""
 
     variables: PyTree
-    scaler: PyTree
-    in_a_row: jax.Array
-    total: jax.Array
-    last_finite: jax.Array
+    scaler: PyTree = struct.field(default_factory=flax_amp.no_scaler)
+    in_a_row: Any = struct.field(default_factory=lambda: jnp.int32(0))
+    total: Any = struct.field(default_factory=lambda: jnp.int32(0))
+    last_finite: Any = struct.field(default_factory=lambda: jnp.array(True))
 
     @classmethod
     def new(cls, params: PyTree, variables: PyTree, tx: Any) -> "Guarded":
-        return cls.create(
-            apply_fn=None,
-            params=params,
-            tx=tx,
-            variables=variables,
-            scaler=flax_amp.no_scaler(),
-            in_a_row=jnp.int32(0),
-            total=jnp.int32(0),
-            last_finite=jnp.array(True),
-        )
+        return cls.create(apply_fn=None, params=params, tx=tx, variables=variables)
 
 
 def guarded_step(loss: Loss, state: Guarded, batch: PyTree) -> tuple[Guarded, PyTree]:
@@ -257,9 +283,8 @@ def _guarded(model: str, size: str) -> Training:
     """The same as `_amp_step`, by hand."""
     task, plain = problem(model, size), _of_loss(model, size, wrap=_amp)
 
-    def start(variables):
-        others = dict(variables)
-        return Guarded.new(others.pop("params"), others, OPTIMIZER)
+    def start(params, others):
+        return Guarded.new(params, others, OPTIMIZER)
 
     def step(carry, batch):
         carry, told = guarded_step(_amp(task.loss), carry, batch)
@@ -278,36 +303,6 @@ def _mpx(model: str, size: str) -> Training:
     )
 
 
-# --- the softmax of an expert --------------------------------------------------------
-
-
-# Models that by hand compute a softmax in half precision
-SOFTMAX_IN_HALF = frozenset(
-    "vit_s16 gpt_scan gpt_scan_noremat gpt_fsdp moe bert t5 unet dit swin".split()
-)
-
-
-def softmax_in_float32(loss: Loss) -> Loss:
-    """Casts the scores of each half-precision softmax up, and its result back.
-
-    One that is written out, or that casts its scores itself, stays as it is.
-    """
-    softmax = jax.nn.softmax
-
-    def cast(scores: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        if scores.dtype not in (jnp.bfloat16, jnp.float16):
-            return softmax(scores, *args, **kwargs)
-        wide = softmax(scores.astype(jnp.float32), *args, **kwargs)
-        return wide.astype(scores.dtype)
-
-    def changed(*args: Any) -> Any:
-        replaced = functools.partial(mock.patch.object, attribute="softmax", new=cast)
-        with replaced(jax.nn), replaced(nn):
-            return loss(*args)
-
-    return changed
-
-
 # --- the table -----------------------------------------------------------------------
 
 _BF16, _F16 = jnp.bfloat16, jnp.float16
@@ -315,34 +310,39 @@ _partial = functools.partial
 _amp = _partial(flax_amp.amp, compute_dtype=_BF16)
 # Matmuls of all scopes run in fp8 at any size, with its numbers on any device.
 _EMULATED = flax_amp.default_amp_policy | {"*": flax_amp.use_fp8(emulate=True)}
-_bf16_step = _partial(_amp_step, precision="bf16-mixed")
-_small_step = _partial(_bf16_step, tx=optim.small_state(OPTIMIZER))
 # The device that a step is compiled for is not asked whether it has such matmuls.
 _fp8 = _partial(_amp, matmul_dtype=flax_amp.use_fp8(emulate=False))
+WAYS = {
+    "float32": Way(),
+    "bfloat16": Way("bf16-mixed"),
+    "float16": Way("16-mixed"),
+    "hand_bf16": Way(dtype=_BF16),
+    "small_moments": Way("bf16-mixed", small_moments=True),
+    "small_state": Way("bf16-mixed", small_moments=True, param_dtype=_BF16),
+    "fp8": Way("bf16-mixed", amp_policy=_EMULATED),
+}
+_step_of = {name: _partial(_amp_step, way=way) for name, way in WAYS.items()}
 
 _BUILDERS: dict[str, Callable[..., Training]] = {
     "float32": _of_loss,
     "hand_bf16": _partial(_of_loss, dtype=_BF16),
-    "smcast_bf16": _partial(_of_loss, dtype=_BF16, wrap=softmax_in_float32),
+    "smcast_bf16": _partial(_of_loss, dtype=_BF16, wrap=peers.softmax_in_float32),
     "amp_bf16": _partial(_of_loss, wrap=_amp),
     "amp_fp8": _partial(_of_loss, wrap=_fp8),
-    "amp_step_bf16": _bf16_step,
+    "amp_step_bf16": _step_of["bfloat16"],
     "guarded_bf16": _guarded,
-    "amp_small_moments": _small_step,
-    "amp_small_state": _partial(_small_step, param_dtype=_BF16),
+    "amp_small_moments": _step_of["small_moments"],
+    "amp_small_state": _step_of["small_state"],
     "jmp_bf16": _partial(_of_loss, wrap=_partial(peers.jmp_loss, dtype=_BF16)),
     "mpx_bf16": _mpx,
     "jaxamp_bf16": _partial(_of_loss, wrap=_partial(peers.jaxamp_loss, dtype=_BF16)),
     "hand_fp16": _partial(_scaled, dtype=_F16),
-    "amp_fp16": _partial(_amp_step, precision="16-mixed"),
+    "amp_fp16": _step_of["float16"],
     # For gradients alone
     "amp_fp8_emulated": _partial(_of_loss, wrap=_partial(_amp, amp_policy=_EMULATED)),
 }
+# Models that by hand compute a softmax in half precision
+SOFTMAX_IN_HALF = frozenset(
+    "vit_s16 gpt_scan gpt_scan_noremat gpt_fsdp moe bert t5 unet dit swin".split()
+)
 NAMES = tuple(_BUILDERS)
-FLOAT16 = ("hand_fp16", "amp_fp16")
-# Steps with a state in bfloat16, and others that run only if they are asked for
-_ELSEWHERE = {
-    *("amp_small_moments", "amp_small_state", "amp_fp8", "amp_fp8_emulated"),
-    "guarded_bf16",
-}
-BFLOAT16 = tuple(name for name in NAMES if name not in {*FLOAT16, *_ELSEWHERE})

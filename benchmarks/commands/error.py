@@ -6,7 +6,6 @@ every matmul of half-precision arrays adds in float32 and is rounded once, whate
 CPU would do (`exact_matmuls`).
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,15 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import request
+from benchmarks import request, variants
 from benchmarks.matmuls import exact_matmuls
-from benchmarks.request import Figures, Request
+from benchmarks.request import Request
+from benchmarks.results import Figures
 
 SEEDS = 8  # of weights and batches
-_VARIANTS = (
-    *("hand_bf16", "smcast_bf16", "amp_bf16"),
-    *("hand_fp16", "amp_fp16", "amp_fp8_emulated"),
-)
 _EXACT = "--xla_allow_excess_precision=false"
 
 PyTree = Any
@@ -31,46 +27,43 @@ PyTree = Any
 def run(asked: Request) -> None:
     """Compares the gradients of every cell with the float32 model's."""
     request.on_cpu(_EXACT)
-    tiny = dataclasses.replace(asked, size="tiny")
 
     def measure(model: str, names: list[str]) -> Iterator[tuple[str, Figures]]:
-        samples = _reference(tiny, model)
+        samples = _reference(model)
         for name in names:
-            yield name, request.guarded(_figures, tiny, model, name, samples)
+            yield name, request.guarded(_figures, model, name, samples)
 
-    request.run_cells(asked, "error", "cpu", request.MODELS, _VARIANTS, measure)
+    request.run_cells(asked, "cpu", measure)
 
 
 def relative_error(grads: PyTree, reference: PyTree) -> float:
     """Returns the relative L2 error over all leaves; the error if all are zero."""
-    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(reference), strict=True)
-    wrong = right = 0.0
-    for a, b in pairs:
-        wide = np.result_type(b.dtype, np.float64)
-        a, b = np.asarray(a, wide), np.asarray(b, wide)
-        wrong += float((np.abs(a - b) ** 2).sum())
-        right += float((np.abs(b) ** 2).sum())
-    return (wrong / right if right else wrong) ** 0.5
+    found, right = (
+        np.concatenate([np.ravel(x).astype(complex) for x in jax.tree.leaves(tree)])
+        for tree in (grads, reference)
+    )
+    return float(np.linalg.norm(found - right) / (np.linalg.norm(right) or 1.0))
 
 
-def _reference(asked: Request, model: str) -> list[tuple[Any, ...]]:
+def _reference(model: str) -> list[tuple[Any, ...]]:
     """Returns parameters, other variables, batch and float32 gradients of each seed."""
-    training = asked.training("float32", model)
+    training = variants.training("float32", model, "tiny")
     init, batch = jax.jit(training.problem.init), jax.jit(training.problem.batch)
     gradients = jax.jit(training.gradients)
     samples = []
     for seed in range(SEEDS):
         keys = jax.random.split(jax.random.key(seed))
-        others = dict(init(keys[0]))
-        params, data = others.pop("params"), batch(keys[1])
+        (params, others), data = init(keys[0]), batch(keys[1])
         with jax.default_matmul_precision("float32"):
             grads = gradients(params, others, data)
         samples.append(jax.device_get((params, others, data, grads)))
     return samples
 
 
-def _figures(asked: Request, model: str, variant: str, samples: list[Any]) -> Figures:
-    gradients = jax.jit(exact_matmuls(asked.training(variant, model).gradients))
+def _figures(model: str, variant: str, samples: list[Any]) -> Figures:
+    gradients = jax.jit(
+        exact_matmuls(variants.training(variant, model, "tiny").gradients)
+    )
     errors = []
     for params, others, data, reference in samples:
         grads = gradients(params, others, data)

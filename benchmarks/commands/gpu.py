@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from benchmarks import hlo, models, request, variants
-from benchmarks.request import Figures, Request
-from benchmarks.timing import in_turns
+from benchmarks.request import Request, in_turns
+from benchmarks.results import Figures
 
 _WARM_UP = 10  # steps; a loss scale finds its size in them
 _TURN_S = 0.1
@@ -33,8 +33,7 @@ def run(asked: Request, platform: str = "cuda", rounds: int = 30) -> None:
     def measure(model: str, names: list[str]) -> Iterable[tuple[str, Figures]]:
         return time_model(asked, model, names, rounds).items()
 
-    chosen = request.MODELS, variants.BFLOAT16 + variants.FLOAT16
-    request.run_cells(asked, "gpu", device, *chosen, measure)
+    request.run_cells(asked, device, measure)
 
 
 def time_model(
@@ -48,53 +47,38 @@ def time_model(
     running: dict[str, _Running] = {}
 
     def start(name: str) -> Figures:
-        training = asked.training(name, model)
-        carry = training.start(jax.device_put(initial))
+        training = variants.training(name, model, asked.size)
+        carry = training.start(*jax.device_put(initial))
         running[name] = _Running(training.step, carry, batch)
-        return _first_figures(running[name])
+        return {}
 
     found = {name: request.guarded(start, name) for name in names}
-
-    def turn(name: str) -> None:
-        if "error" not in found[name]:
-            found[name] = request.guarded(_turn, running[name], found[name])
-
-    in_turns([functools.partial(turn, name) for name in names], rounds, warm_up=0)
+    calls = [functools.partial(request.guarded, x.turn) for x in running.values()]
+    turns = in_turns(calls, rounds, warm_up=0)
+    for name, told in zip(running, turns, strict=True):
+        found[name] = next((x for x in told if "error" in x), told[-1])
     return found
 
 
 class _Running:
-    """A compiled step on a device; `loss` is that of the last step.
-
-    It donates its carry.
-    """
+    """A compiled step on a device; it donates its carry."""
 
     def __init__(self, step: Any, carry: Any, batch: Any) -> None:
         self._carry, self._batch = carry, batch
-        self.loss: Any = None
-        jitted = jax.jit(step, donate_argnums=0)
-        self.compiled = jitted.lower(carry, batch).compile()
+        self._step = jax.jit(step, donate_argnums=0).lower(carry, batch).compile()
+        self._seconds(_WARM_UP)
+        burst = max(1, min(1000, math.ceil(_TURN_S / self._seconds(3))))
+        self._figures = hlo.measure(self._step) | {"step_ms": [], "burst": burst}
 
-    def seconds(self, steps: int) -> float:
+    def turn(self) -> Figures:
+        """Times a burst of steps; returns the figures with its milliseconds."""
+        self._figures["step_ms"].append(1e3 * self._seconds(self._figures["burst"]))
+        return self._figures | {"loss": float(self._loss)}
+
+    def _seconds(self, steps: int) -> float:
         """Takes steps and waits for the device; returns the seconds of one."""
         began = time.perf_counter()
         for _ in range(steps):
-            self._carry, self.loss = self.compiled(self._carry, self._batch)
-        jax.block_until_ready((self._carry, self.loss))
+            self._carry, self._loss = self._step(self._carry, self._batch)
+        jax.block_until_ready((self._carry, self._loss))
         return (time.perf_counter() - began) / steps
-
-
-def _first_figures(running: _Running) -> Figures:
-    memory: Any = running.compiled.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    held += memory.temp_size_in_bytes - memory.alias_size_in_bytes
-    running.seconds(_WARM_UP)
-    burst = math.ceil(_TURN_S / running.seconds(3))
-    found = hlo.measure(running.compiled) | {"peak_mb": held / 1e6, "step_ms": []}
-    return found | {"burst": max(1, min(1000, burst))}
-
-
-def _turn(running: _Running, figures: Figures) -> Figures:
-    """Times a burst of steps; returns the figures with its milliseconds."""
-    times = [*figures["step_ms"], 1e3 * running.seconds(figures["burst"])]
-    return figures | {"step_ms": times, "loss": float(running.loss)}

@@ -6,13 +6,13 @@ Tracing and lowering of the models in full size costs no more than that of tiny 
 import functools
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import jax
 
 from benchmarks import request, variants
-from benchmarks.request import Figures, Request
-from benchmarks.timing import in_turns
+from benchmarks.request import Request, in_turns
+from benchmarks.results import Figures
 
 REPEATS = 3
 
@@ -21,24 +21,19 @@ def run(asked: Request) -> None:
     """Traces and lowers every cell."""
     jax.config.update("jax_platforms", "cpu")
 
-    def measure(model: str, names: list[str]) -> Iterable[tuple[str, Figures]]:
+    def measure(model: str, names: list[str]) -> Iterator[tuple[str, Figures]]:
         once = functools.partial(request.guarded, _trace_once, asked, model)
         turns = in_turns([functools.partial(once, name) for name in names], REPEATS)
-        return zip(names, map(_together, turns), strict=True)
+        for name, told in zip(names, turns, strict=True):
+            failed = [figures for figures in told if "error" in figures]
+            yield name, (failed or sorted(told, key=lambda x: x["cpu_s"]))[0]
 
-    chosen = request.MODELS, variants.BFLOAT16
-    request.run_cells(asked, "host", "cpu", *chosen, measure)
-
-
-def _together(turns: list[Figures]) -> Figures:
-    """Returns the least seconds of all turns, or why there are none."""
-    failed = [figures for figures in turns if "error" in figures]
-    return failed[0] if failed else min(turns, key=lambda figures: figures["cpu_s"])
+    request.run_cells(asked, "cpu", measure)
 
 
 def _trace_once(asked: Request, model: str, variant: str) -> Figures:
     """Traces and lowers a variant of a model, with nothing cached."""
-    training = asked.training(variant, model)
+    training = variants.training(variant, model, asked.size)
     shapes = training.shapes()
     request.free_memory()
     # Or a full garbage collection, of all that JAX and Flax hold, falls into some cells

@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_amp
-from benchmarks.request import Request
-from benchmarks.show import made_by, markdown_table, write_page
-from benchmarks.timing import in_turns
+from benchmarks.request import Request, in_turns
+from benchmarks.results import made_by
+from benchmarks.show import markdown_table, write_page
 from benchmarks.variants import Guarded, guarded_step
 
 PyTree = Any
@@ -30,7 +30,7 @@ DEVICES = (1, 8)  # this processor counts as so many
 _WIDTH = 8
 
 
-def run(asked: Request, rounds: int) -> None:
+def run(asked: Request, rounds: int = 100) -> None:
     """Writes step.md into the folder of results."""
     jax.config.update("jax_platforms", "cpu")
     with contextlib.suppress(RuntimeError):  # JAX runs already, with as many devices
@@ -43,11 +43,9 @@ def run(asked: Request, rounds: int) -> None:
 Twice the same step with Adam, whose loss computes in bfloat16 under `flax_amp.amp`:
 with a loss scale, one decision from the loss and the square norm of the gradients, one
 select and three counters, by hand; and `make_train_step`. What an accelerator computes
-in the two, `guarded_bf16` and `amp_step_bf16`, is among [all figures](README.md).
-
-Here an MLP of {" and ".join(map(str, LAYERS))} layers, {_WIDTH} wide, computes next to
-nothing. Its state lies on each device, its batch is split. Processor time of the
-calling thread for a call, in bursts of {CALLS}, in turns; the least of the bursts.
+in the two, `guarded_bf16` and `amp_step_bf16`, is among [all figures](README.md). Here
+an MLP that is {_WIDTH} wide computes next to nothing. Its state lies on each device,
+its batch is split. Processor time of the calling thread, the least of the bursts.
 
 {markdown_table(["step", "devices", "leaves", "µs", "to by hand"], rows, words=1)}
 """

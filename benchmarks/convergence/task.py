@@ -1,8 +1,7 @@
 """What a task of these runs is, and the ways in which it is trained."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,84 +9,20 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 import flax_amp
-from flax_amp.policy import PolicyEntries
+from benchmarks import variants
+from benchmarks.models import base
+from benchmarks.variants import Way, stepped
+from examples.digits import data as digits
 
 PyTree = Any
-Carry = dict[str, Any]  # the states that train, by name, and whatever else a step needs
-PATIENCE = 50  # so small that the scale grows too far, and steps are skipped
+Carry = dict[str, flax_amp.AmpTrainState]  # the states that train, by name
+BATCH = 64  # digits
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """A precision to train in.
-
-    Attributes:
-      precision: what `AmpTrainState` follows. With "32-true", nothing of a step is
-        from flax_amp: it differentiates the loss as it is.
-      dtype: what the layers get as their `dtype` by hand.
-      small_moments: whether the moments are stored in bfloat16.
-      param_dtype: what the parameters are stored in.
-      amp_policy: see `flax_amp.amp`.
-    """
-
-    precision: flax_amp.Precision = "32-true"
-    dtype: DTypeLike | None = None
-    small_moments: bool = False
-    param_dtype: DTypeLike = jnp.float32
-    amp_policy: PolicyEntries | None = None
-
-    def state(self, tx: Any, **options: Any) -> flax_amp.AmpTrainState:
-        """Makes a state as users do, but with a scale that grows faster."""
-        half = self.precision == "16-mixed"
-        scaler = flax_amp.init_scaler(patience=PATIENCE) if half else None
-        if self.small_moments:
-            tx = flax_amp.optim.small_state(tx)
-        return flax_amp.AmpTrainState.create(
-            tx=tx,
-            precision=self.precision,
-            param_dtype=self.param_dtype,
-            scaler=scaler,
-            **options,
-        )
-
-    def train_step(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes `step(state, batch) -> (state, metrics)`, to be called inside of jit.
-
-        `loss_fn(params, batch, *, state)` returns `(loss, aux)`.
-        """
-        if self.precision == "32-true":
-            return functools.partial(_plain_step, loss_fn)
-        options: Any = dict(amp_policy=self.amp_policy, jit=False)
-        return flax_amp.make_train_step(loss_fn, has_aux=True, **options)
-
-    def eval_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes `step(state, batch)` of `fn(params, batch)`, in this precision."""
-        if self.precision == "32-true":
-            return lambda state, batch: fn(state.params, batch)
-        options: Any = dict(amp_policy=self.amp_policy, jit=False)
-        return flax_amp.make_eval_step(fn, **options)
-
-
-# The models are too small for matmuls in fp8 to pay, and a CPU has none.
-_FP8 = flax_amp.default_amp_policy | {"*": flax_amp.use_fp8(emulate=True)}
+# The patience is so small that the scale grows too far, and steps are skipped.
 WAYS = {
-    "float32": Way(),
-    "bfloat16": Way("bf16-mixed"),
-    "float16": Way("16-mixed"),
-    "hand_bf16": Way(dtype=jnp.bfloat16),
-    "small_moments": Way("bf16-mixed", small_moments=True),
-    "small_state": Way("bf16-mixed", small_moments=True, param_dtype=jnp.bfloat16),
-    "fp8": Way("bf16-mixed", amp_policy=_FP8),
+    name: dataclasses.replace(way, patience=50) for name, way in variants.WAYS.items()
 }
-
-
-def _plain_step(
-    loss_fn: Callable[..., Any], state: flax_amp.AmpTrainState, batch: PyTree
-) -> tuple[flax_amp.AmpTrainState, dict[str, jax.Array]]:
-    grad = jax.value_and_grad(loss_fn, has_aux=True)
-    (loss, aux), grads = grad(state.params, batch, state=state)
-    variables = aux.get("variables", state.variables)
-    return state.apply_gradients(grads=grads, variables=variables), {"loss": loss}
 
 
 class Program(NamedTuple):
@@ -108,73 +43,67 @@ class Program(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Something to train.
-
-    Attributes:
-      title: the model and its data, in words.
-      metric: what is held out and measured, in words.
-      make: makes the program of a way, for so many steps.
-      steps: the length of a run.
-      higher: whether a higher metric is better.
-      resolution: the least difference of the metric that means something, such as one
-        test image.
-      seeds: the least number of float32 runs: more where their ends vary widely.
-    """
+    """Something to train: a model and its data, and the metric of what is held out."""
 
     title: str
     metric: str
-    make: Callable[[Way, int], Program]
+    make: Callable[[Way, int], Program]  # for so many steps
     steps: int
-    higher: bool = False
-    resolution: float = 0.0
-    seeds: int = 5
+    higher: bool = False  # whether a higher metric is better
+    resolution: float = 0.0  # the least difference that means something: one test image
+    seeds: int = 5  # of float32, at least: more where their ends vary widely
 
 
 def supervised(
     way: Way,
-    model: Callable[..., Any],
-    inputs: Sequence[Any],
+    model: type[base.Module],
+    config: base.Config,
     tx: Any,
     data: PyTree,
-    sample: Callable[[PyTree, jax.Array], PyTree],
-    loss: Callable[..., tuple[jax.Array, PyTree]],
-    metric: Callable[..., jax.Array] | None = None,
+    sample: Callable[[PyTree, jax.Array], base.Batch],
+    loss_of: Callable[..., jax.Array] = base.cross_entropy,
+    metric_of: Callable[..., jax.Array] | None = None,
 ) -> Program:
-    """Makes the program of one model that learns from batches.
+    """Makes the program of one of the models that learns from batches.
 
-    Args:
-      way: the precision.
-      model: `model(dtype=None)` makes the Linen module.
-      inputs: what the module is initialized with.
-      tx: the optimizer.
-      data: all arrays, "train" and "test".
-      sample: `sample(data, key)` draws a batch.
-      loss: `loss(module, variables, batch)` returns the loss, and the collections that
-        change.
-      metric: `metric(module, variables, data["test"])`, by default the loss.
+    `sample(data, key)` draws a batch, and `data["test"]` is one. `loss_of` and
+    `metric_of`, by default the same, are of outputs and labels.
     """
-    trained, reference = model(dtype=way.dtype), model()
 
-    def loss_fn(params: PyTree, batch: PyTree, *, state: Any) -> Any:
-        value, updates = loss(trained, {"params": params, **state.variables}, batch)
-        return value, {"variables": updates}
+    def batch(config: base.Config, key: jax.Array) -> base.Batch:
+        return sample(data, key)
 
-    train_step = way.train_step(loss_fn)
+    def problem(dtype: DTypeLike | None, *options: Any) -> base.Problem:
+        make = base.problem_of(model, {"": config}, batch, *options)
+        return make("", dtype)
+
+    trained = stepped(problem(way.dtype, loss_of), way, tx)
+    reference = problem(None, metric_of or loss_of, 0.0)
 
     def start(key: jax.Array) -> Carry:
-        variables = dict(trained.init(key, *inputs))
-        params, _ = variables.pop("params"), variables.pop("losses", None)
-        return {"model": way.state(params=params, variables=variables, tx=tx)}
+        return {"model": trained.start(*trained.problem.init(key))}
 
     def step(carry: Carry, data: PyTree, key: jax.Array) -> Carry:
-        state, _ = train_step(carry["model"], sample(data, key))
-        return {"model": state}
+        return {"model": trained.step(carry["model"], sample(data, key))[0]}
 
     def evaluate(carry: Carry, data: PyTree) -> jax.Array:
         state = carry["model"]
-        variables = {"params": state.params, **state.variables}
-        if metric is None:
-            return loss(reference, variables, data["test"])[0]
-        return metric(reference, variables, data["test"])
+        return reference.loss(state.params, state.variables, data["test"])[0]
 
     return Program(data, start, step, evaluate)
+
+
+# --- handwritten digits -----------------------------------------------------------
+
+
+def load(train: Any, test: Any = None) -> dict[str, PyTree]:
+    """Returns what functions make of the images that train, and of those that test."""
+    parts = digits.load(split_seed=0)
+    return {"train": train(parts[0]), "test": (test or train)(parts[1])}
+
+
+def batch_of(data: PyTree, key: jax.Array) -> PyTree:
+    """Draws a batch of those that train."""
+    count = len(jax.tree.leaves(data["train"])[0])
+    rows = jax.random.randint(key, (BATCH,), 0, count)
+    return jax.tree.map(lambda x: jnp.asarray(x)[rows], data["train"])

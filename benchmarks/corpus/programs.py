@@ -132,11 +132,9 @@ def _transformers(make: Callable[[], tuple[Any, str, dict[str, Any]]]) -> Progra
     transformers.logging.set_verbosity_error()
     jnp.clip = _clip  # type: ignore[assignment]
     cls, kind, config = make()
-    settings, shapes = (
-        cls.config_class(**config),
-        {"audio": (1, 8, 32), "wave": (1, 400)},
-    )
-    options: Any = {"input_shape": shapes[kind]} if kind in shapes else {}
+    settings = cls.config_class(**config)
+    shape = {"audio": (1, 8, 32), "wave": (1, 400)}.get(kind)
+    options: Any = {"input_shape": shape} if shape else {}
     model = cls(settings, seed=0, _do_init=False, **options)
     init = jax.jit(model.init_weights, static_argnums=1)
     params = init(jax.random.PRNGKey(0), model.input_shape)

@@ -23,7 +23,7 @@ _HOMES = {
     "gpt_fsdp": "gpt.fsdp",
 }
 NAMES = tuple(_HOMES)
-OTHERS = NAMES[-3:]
+SIXTEEN = NAMES[:-3]
 SIZES = ("full", "tiny")
 
 

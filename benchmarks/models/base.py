@@ -24,21 +24,20 @@ class Problem:
     """Something to train; every function works under `jax.eval_shape`.
 
     Attributes:
-      init: `init(key) -> variables`, a dict with `"params"` and other collections.
+      init: `init(key) -> (params, others)`, where `others` are other collections.
       loss: `loss(params, others, batch) -> (loss, new_others)`.
       batch: `batch(key) -> {"inputs": ..., "labels": ...}`, random; the inputs are an
         array or a dict of arrays.
     """
 
-    init: Callable[[jax.Array], dict[str, PyTree]]
+    init: Callable[[jax.Array], tuple[PyTree, PyTree]]
     loss: Callable[[PyTree, PyTree, Batch], tuple[jax.Array, PyTree]]
     batch: Callable[[jax.Array], Batch]
 
     def shapes(self) -> tuple[PyTree, PyTree, Batch]:
         """Returns the shapes and dtypes of what the loss takes."""
         key = jax.random.key(0)
-        others = dict(jax.eval_shape(self.init, key))
-        return others.pop("params"), others, jax.eval_shape(self.batch, key)
+        return *jax.eval_shape(self.init, key), jax.eval_shape(self.batch, key)
 
 
 def config(**sizes: Any) -> Config:
@@ -61,6 +60,13 @@ class Module(nn.Module):
     dtype: DType = None
 
 
+def conv_and_norm(dtype: DType, momentum: float) -> tuple[Any, Any]:
+    """Returns a convolution without a bias, and a BatchNorm of what it gives."""
+    options: Any = dict(use_running_average=False, momentum=momentum, dtype=dtype)
+    conv = functools.partial(nn.Conv, use_bias=False, dtype=dtype)
+    return conv, functools.partial(nn.BatchNorm, **options)
+
+
 def cast(x: jax.Array, dtype: DType) -> jax.Array:
     """Casts a bare parameter to the dtype of a hand-set model."""
     return x if dtype is None else x.astype(dtype)
@@ -70,6 +76,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns the mean cross entropy, in float32 whatever the dtype of the logits."""
     logits = logits.astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def bits(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns the mean cross entropy in bits."""
+    return cross_entropy(logits, labels) / jnp.log(2.0)
 
 
 def squared_error(predicted: jax.Array, expected: jax.Array) -> jax.Array:
@@ -93,11 +104,13 @@ def problem_of(
     sizes: dict[str, Config],
     batch: Callable[[Config, jax.Array], Batch],
     loss_of: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy,
+    sown: float = 0.01,
 ) -> Callable[[str, DType], Problem]:
     """Returns what makes the problem of a Linen model, and its data, of a size.
 
     The model gets the inputs as one argument, and `loss_of(outputs, labels)` is its
-    loss. It may have other collections, and may sow terms of the loss into "losses".
+    loss. It may have other collections, and may sow terms into "losses", which are
+    added `sown` times.
     """
 
     def problem(size: str, dtype: DType) -> Problem:
@@ -106,16 +119,16 @@ def problem_of(
         def init(key):
             shapes = jax.eval_shape(data, key)["inputs"]
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            variables = dict(module.init(key, zeros))
-            variables.pop("losses", None)
-            return variables
+            others = dict(module.init(key, zeros))
+            others.pop("losses", None)
+            return others.pop("params"), others
 
         def loss(params, others, batch):
             variables, changed = {"params": params, **others}, [*others, "losses"]
             outputs, updates = module.apply(variables, batch["inputs"], mutable=changed)
             value = loss_of(outputs, batch["labels"])
-            if sown := jax.tree.leaves(updates.get("losses")):
-                value = value + 0.01 * sum(sown)
+            if sown and (terms := jax.tree.leaves(updates.get("losses"))):
+                value = value + sown * sum(terms)
             return value, {name: updates[name] for name in others}
 
         return Problem(init, loss, data)

@@ -17,19 +17,16 @@ SIZES = base.sizes(
 )
 
 
-class Attention(nn.Module):
+class Attention(base.Module):
     """Attention with a bias for what is masked."""
-
-    heads: int
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        width = x.shape[-1]
+        width, heads = x.shape[-1], self.config.heads
 
         def project(name):
             y = nn.Dense(width, dtype=self.dtype, name=name)(x)
-            return y.reshape(*y.shape[:2], self.heads, width // self.heads)
+            return y.reshape(*y.shape[:2], heads, width // heads)
 
         query, key, value = project("query"), project("key"), project("value")
         lowest = jnp.finfo(query.dtype).min
@@ -41,16 +38,13 @@ class Attention(nn.Module):
         return nn.Dense(width, dtype=self.dtype)(mixed)
 
 
-class Layer(nn.Module):
+class Layer(base.Module):
     """Attention and an MLP, each with a norm after its sum, for `nn.scan`."""
-
-    heads: int
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
         dtype, width = self.dtype, x.shape[-1]
-        x = x + Attention(self.heads, dtype)(x, mask)
+        x = x + Attention(self.config, dtype)(x, mask)
         x = nn.LayerNorm(1e-12, dtype=dtype)(x)
         y = nn.Dense(4 * width, dtype=dtype)(x)
         y = nn.Dense(width, dtype=dtype)(nn.gelu(y, approximate=False))
@@ -71,8 +65,7 @@ class BERT(base.Module):
         tokens = inputs["tokens"]
         x = words(tokens) + embed(config.length)(jnp.arange(tokens.shape[1]))
         x = nn.LayerNorm(1e-12, dtype=dtype)(x + embed(2)(inputs["segments"]))
-        layers = base.scan(Layer, config.layers)(config.heads, dtype)
-        x, _ = layers(x, inputs["mask"])
+        x, _ = base.scan(Layer, config.layers)(config, dtype)(x, inputs["mask"])
         x = nn.gelu(nn.Dense(config.width, dtype=dtype)(x), approximate=False)
         x = words.attend(nn.LayerNorm(1e-12, dtype=dtype)(x))
         bias = self.param("bias", nn.initializers.zeros, (config.vocab,))

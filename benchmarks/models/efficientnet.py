@@ -4,8 +4,6 @@ Seven of its sixteen blocks are here, for they are slow to compile: each kernel,
 stride, with and without a shortcut.
 """
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -20,7 +18,6 @@ STAGES = (
     (1, 3, 2, 6, 80),
     (1, 5, 2, 6, 192),
 )
-
 
 # `scale` is that of the widths.
 SIZES = base.sizes(
@@ -42,10 +39,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         dtype, inner = self.dtype, x.shape[-1] * self.expansion
-        conv = functools.partial(nn.Conv, use_bias=False, dtype=dtype)
-        norm = functools.partial(
-            nn.BatchNorm, use_running_average=False, momentum=0.99, dtype=dtype
-        )
+        conv, norm = base.conv_and_norm(dtype, 0.99)
         y = x
         if self.expansion > 1:
             y = nn.swish(norm()(conv(inner, (1, 1))(y)))
@@ -65,16 +59,12 @@ class EfficientNet(base.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config, dtype = self.config, self.dtype
-        conv = functools.partial(nn.Conv, use_bias=False, dtype=dtype)
-        norm = functools.partial(
-            nn.BatchNorm, use_running_average=False, momentum=0.99, dtype=dtype
-        )
+        conv, norm = base.conv_and_norm(dtype, 0.99)
         x = conv(int(32 * config.scale), (3, 3), (2, 2))(x)
         x = nn.swish(norm()(x))
         for repeats, kernel, stride, expansion, width in STAGES:
             width = int(width * config.scale)
-            for repeat in range(repeats):
-                strides = stride if repeat == 0 else 1
+            for strides in [stride] + [1] * (repeats - 1):
                 x = Block(kernel, strides, expansion, width, dtype)(x)
         x = nn.swish(norm()(conv(int(1280 * config.scale), (1, 1))(x)))
         return nn.Dense(config.classes, dtype=dtype)(jnp.mean(x, axis=(1, 2)))

@@ -25,18 +25,14 @@ def segment_softmax(scores: jax.Array, segments: jax.Array, count: int) -> jax.A
     return scores / jax.ops.segment_sum(scores, segments, count)[segments]
 
 
-class Layer(nn.Module):
+class Layer(base.Module):
     """Attention of each node to those that send to it."""
-
-    heads: int
-    size: int
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(
         self, x: jax.Array, senders: jax.Array, receivers: jax.Array
     ) -> jax.Array:
-        count, shape = x.shape[0], (self.heads, self.size)
+        count, shape = x.shape[0], (self.config.heads, self.config.size)
         sent = nn.DenseGeneral(shape, dtype=self.dtype, name="sent")(x)[senders]
         received = nn.DenseGeneral(shape, dtype=self.dtype, name="received")(x)
         init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
@@ -57,8 +53,8 @@ class GAT(base.Module):
         edges = graph["senders"], graph["receivers"]
         x = nn.Dense(config.heads * config.size, dtype=dtype)(graph["nodes"])
         for _ in range(config.layers):
-            layer = Layer(config.heads, config.size, dtype)
-            x = x + nn.elu(layer(nn.LayerNorm(dtype=dtype)(x), *edges))
+            y = Layer(config, dtype)(nn.LayerNorm(dtype=dtype)(x), *edges)
+            x = x + nn.elu(y)
         return nn.Dense(config.classes, dtype=dtype)(x)
 
 

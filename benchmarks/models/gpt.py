@@ -22,7 +22,7 @@ NOREMAT = {size: config._replace(remat=False) for size, config in SIZES.items()}
 FSDP = base.sizes(
     NAMES,
     full=(1024, 16, 50304, 1024, 256, 8, True, True),
-    tiny=(48, 4, 128, 32, 4, 8, True, True),
+    tiny=(48, 4, 128, 32, 256, 8, True, True),
 )
 
 
@@ -33,16 +33,12 @@ def over_chips(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec("data"))
 
 
-class Step(nn.Module):
+class Step(base.Module):
     """A block in the form that `nn.scan` wants."""
-
-    heads: int
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
-        x = over_chips(x)
-        return Block(self.heads, self.dtype)(x, mask), None
+        return Block(self.config, self.dtype)(over_chips(x), mask), None
 
 
 class GPT(base.Module):
@@ -64,8 +60,7 @@ class GPT(base.Module):
     def _layers(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         config = self.config
         step: Any = nn.remat(Step, prevent_cse=False) if config.remat else Step
-        layers = base.scan(step, config.layers)
-        return layers(config.heads, self.dtype)(x, mask)[0]
+        return base.scan(step, config.layers)(config, self.dtype)(x, mask)[0]
 
 
 problem = base.problem_of(GPT, SIZES, base.texts)

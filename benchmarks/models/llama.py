@@ -33,10 +33,10 @@ class RMSNorm(nn.Module):
         return base.cast(wide * jax.lax.rsqrt(mean + 1e-5) * scale, self.dtype)
 
 
-def rotate(x: jax.Array, positions: jax.Array, theta: float = 1e4) -> jax.Array:
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Rotates the halves of each head by its position, in float32."""
     size = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(size, dtype=jnp.float32) / size)
+    frequencies = 1e4 ** (-jnp.arange(size, dtype=jnp.float32) / size)
     angles = positions[:, None, None] * frequencies
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -76,20 +76,16 @@ class Layer(base.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, None]:
+        config, dtype = self.config, self.dtype
+
+        def dense(width, name):
+            return nn.Dense(width, use_bias=False, dtype=dtype, name=name)
+
         x = over_chips(x)
-        attention = Attention(self.config, self.dtype)
-        x = x + attention(RMSNorm(self.dtype)(x), positions)
-        return x + gated(self.config, self.dtype, RMSNorm(self.dtype)(x)), None
-
-
-def gated(config: base.Config, dtype: base.DType, x: jax.Array) -> jax.Array:
-    """The gated MLP of the module in which it is called."""
-
-    def dense(width, name):
-        return nn.Dense(width, use_bias=False, dtype=dtype, name=name)
-
-    y = nn.silu(dense(config.hidden, "gate")(x)) * dense(config.hidden, "up")(x)
-    return dense(config.width, "down")(y)
+        x = x + Attention(config, dtype)(RMSNorm(dtype)(x), positions)
+        y = RMSNorm(dtype)(x)
+        y = nn.silu(dense(config.hidden, "gate")(y)) * dense(config.hidden, "up")(y)
+        return x + dense(config.width, "down")(y), None
 
 
 class Llama(base.Module):

@@ -17,10 +17,8 @@ SIZES = base.sizes(
 )
 
 
-class Router(nn.Module):
+class Router(base.Module):
     """Sends each token to the experts that it scores highest, in float32."""
-
-    config: base.Config
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

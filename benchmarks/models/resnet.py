@@ -1,7 +1,5 @@
 """ResNet-50, with batch statistics."""
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -24,10 +22,7 @@ class Bottleneck(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(
-            nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=self.dtype
-        )
+        conv, norm = base.conv_and_norm(self.dtype, 0.9)
         strides = (self.stride, self.stride)
         y = nn.relu(norm()(conv(self.width, (1, 1))(x)))
         y = nn.relu(norm()(conv(self.width, (3, 3), strides)(y)))
@@ -43,9 +38,9 @@ class ResNet(base.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         width, dtype = self.config.width, self.dtype
-        x = nn.Conv(width, (7, 7), (2, 2), use_bias=False, dtype=dtype)(x)
-        x = nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=dtype)(x)
-        x = nn.max_pool(nn.relu(x), (3, 3), (2, 2), padding="SAME")
+        conv, norm = base.conv_and_norm(dtype, 0.9)
+        x = nn.relu(norm()(conv(width, (7, 7), (2, 2))(x)))
+        x = nn.max_pool(x, (3, 3), (2, 2), padding="SAME")
         for stage, blocks in enumerate(self.config.stages):
             for block in range(blocks):
                 stride = 2 if stage > 0 and block == 0 else 1

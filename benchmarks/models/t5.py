@@ -5,6 +5,7 @@ two words are, which all layers of a stack share. The layers are scanned.
 """
 
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,9 +13,6 @@ import jax.numpy as jnp
 
 from benchmarks.models import base
 from benchmarks.models.llama import RMSNorm
-
-Context = tuple[jax.Array, jax.Array | None]  # the bias, and the encoded text
-
 
 # Text and answer are of one length.
 SIZES = base.sizes(
@@ -41,42 +39,42 @@ def bucket(
     return first + jnp.where(distance < exact, distance, jnp.minimum(far, buckets - 1))
 
 
-class Attention(nn.Module):
+class Attention(base.Module):
     """Attention to the same or to another text, with a bias."""
-
-    heads: int
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(
         self, x: jax.Array, text: jax.Array, bias: jax.Array | None
     ) -> jax.Array:
-        width = x.shape[-1]
+        width, heads = x.shape[-1], self.config.heads
 
         def project(name, y):
             y = nn.Dense(width, use_bias=False, dtype=self.dtype, name=name)(y)
-            return y.reshape(*y.shape[:2], self.heads, width // self.heads)
+            return y.reshape(*y.shape[:2], heads, width // heads)
 
         query, key, value = project("q", x), project("k", text), project("v", text)
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
         if bias is not None:
             scores = scores + bias
         mixed = jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), value)
-        mixed = mixed.reshape(x.shape)
-        return nn.Dense(width, use_bias=False, dtype=self.dtype, name="o")(mixed)
+        dense = nn.Dense(width, use_bias=False, dtype=self.dtype, name="o")
+        return dense(mixed.reshape(x.shape))
 
 
 class Layer(base.Module):
-    """A layer of an encoder, or of a decoder if there is a text to attend to."""
+    """A layer of an encoder, or of a decoder if there is a text to attend to.
+
+    `context` is the bias, and that text or `None`.
+    """
 
     @nn.compact
-    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, None]:
+    def __call__(self, x: jax.Array, context: Any) -> tuple[jax.Array, None]:
         config, dtype = self.config, self.dtype
         bias, text = context
         y = RMSNorm(dtype)(x)
-        x = x + Attention(config.heads, dtype)(y, y, bias)
+        x = x + Attention(config, dtype)(y, y, bias)
         if text is not None:
-            x = x + Attention(config.heads, dtype)(RMSNorm(dtype)(x), text, None)
+            x = x + Attention(config, dtype)(RMSNorm(dtype)(x), text, None)
         y = nn.Dense(config.hidden, use_bias=False, dtype=dtype)(RMSNorm(dtype)(x))
         y = nn.Dense(config.width, use_bias=False, dtype=dtype)(nn.relu(y))
         return x + y, None
@@ -89,8 +87,7 @@ class Stack(base.Module):
     def __call__(self, x: jax.Array, text: jax.Array | None = None) -> jax.Array:
         config, dtype = self.config, self.dtype
         bias = self._bias(x.shape[1], causal=text is not None)
-        layers = base.scan(Layer, config.layers)(config, dtype)
-        x, _ = layers(x, (bias, text))
+        x, _ = base.scan(Layer, config.layers)(config, dtype)(x, (bias, text))
         return RMSNorm(dtype)(x)
 
     def _bias(self, length: int, causal: bool) -> jax.Array:

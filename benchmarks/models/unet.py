@@ -54,16 +54,13 @@ class ResBlock(nn.Module):
         return x + y
 
 
-class Attention(nn.Module):
+class Attention(base.Module):
     """Attention of one head between the places of an image."""
-
-    groups: int
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         dtype, width = self.dtype, x.shape[-1]
-        y = nn.GroupNorm(self.groups, dtype=dtype)(x)
+        y = nn.GroupNorm(self.config.groups, dtype=dtype)(x)
         y = y.reshape(x.shape[0], -1, width)
         query, key, value = (nn.Dense(width, dtype=dtype)(y) for _ in range(3))
         scores = jnp.einsum("bqc,bkc->bqk", query, key) * width**-0.5
@@ -107,7 +104,7 @@ class UNet(base.Module):
         x = ResBlock(config.width * factor, config.groups, self.dtype)(x, time)
         if level < config.attended:
             return x
-        return Attention(config.groups, self.dtype)(x)
+        return Attention(config, self.dtype)(x)
 
 
 def batch(config: base.Config, key: jax.Array) -> base.Batch:

@@ -13,16 +13,13 @@ SIZES = base.sizes(
 )
 
 
-class Block(nn.Module):
+class Block(base.Module):
     """One pre-norm layer of attention and MLP."""
-
-    heads: int
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         dtype, width = self.dtype, x.shape[-1]
-        attention = nn.MultiHeadDotProductAttention(num_heads=self.heads, dtype=dtype)
+        attention = nn.MultiHeadDotProductAttention(self.config.heads, dtype=dtype)
         x = x + attention(nn.LayerNorm(dtype=dtype)(x), mask=mask)
         y = nn.Dense(4 * width, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x))
         return x + nn.Dense(width, dtype=dtype)(nn.gelu(y))
@@ -43,7 +40,7 @@ class ViT(base.Module):
         token = jnp.broadcast_to(base.cast(token, dtype), (x.shape[0], 1, width))
         x = jnp.concatenate([token, x], axis=1) + base.cast(positions, dtype)
         for _ in range(config.layers):
-            x = Block(config.heads, dtype)(x)
+            x = Block(config, dtype)(x)
         x = nn.LayerNorm(dtype=dtype)(x[:, 0])
         return nn.Dense(config.classes, dtype=dtype)(x)
 

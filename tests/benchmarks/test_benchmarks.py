@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import models, report, request, results, variants
-from benchmarks.commands import error, gpu, host, step
+from benchmarks import models, peers, request, results, variants
+from benchmarks.commands import error, gpu, host, report, step
 from benchmarks.request import Request
-from benchmarks.results import Results, read_all
+from benchmarks.results import Results
 from benchmarks.tables import SECTIONS
 from helpers import MATMULS, dtypes_of
 
@@ -62,21 +62,16 @@ def test_a_hand_set_model_forgets_no_layer(model):
 
 
 def test_the_expert_casts_scores_up_and_probabilities_back():
-    def loss(scores):
-        low = jax.nn.softmax(scores.astype(jnp.bfloat16))
-        return low.astype(jnp.float32) + jax.nn.softmax(scores)
-
-    scores = jnp.linspace(-3.0, 3.0, 12).reshape(3, 4)
-    narrow = scores.astype(jnp.bfloat16).astype(jnp.float32)
-    made = variants.softmax_in_float32(loss)(scores)
-    wanted = jax.nn.softmax(narrow).astype(jnp.bfloat16).astype(jnp.float32)
-    np.testing.assert_array_equal(made, wanted + jax.nn.softmax(scores))
+    scores = jax.ShapeDtypeStruct((3, 4), jnp.bfloat16)
+    made = peers.softmax_in_float32(lambda x: jax.nn.softmax(x))
+    assert dtypes_of(made, scores, primitive="exp") == [("float32",)]
+    assert jax.eval_shape(made, scores).dtype == jnp.bfloat16
 
 
 def test_what_is_asked_for_and_why_it_failed():
-    hand = ["hand_bf16", "smcast_bf16"]
-    asked = Request(("mlp", "t5"))
-    assert asked.cells((), hand) == [("mlp", hand[:1]), ("t5", hand)]
+    hand = "hand_bf16", "smcast_bf16"
+    asked = Request("tpu", ("mlp", "t5"), hand)
+    assert asked.cells() == [("mlp", [hand[0]]), ("t5", [*hand])]
     text = request.reason(RuntimeError("no /home/me/venv/lib/x.so: f32[8]/2\nmore"))
     assert text == "RuntimeError: no x.so: f32[8]/2"
     parsed = cli.parser().parse_args("gpu --models mlp,lstm --platform cpu".split())
@@ -94,24 +89,23 @@ def test_results_are_merged_and_resumed(tmp_path, monkeypatch):
     second = Results.open(tmp_path, "tpu", "v5e")
     assert second.has("mlp", "float32") and not second.has("mlp", "amp_bf16")
     second.put("mlp", "amp_bf16", {"temp_mb": [1, 2.5]})
-    (found,) = read_all(tmp_path)
-    assert found.cells["mlp"] == {
+    assert Results.read(first.path).cells["mlp"] == {
         "float32": {"run": 0, "temp_mb": 1},
         "amp_bf16": {"run": 1, "temp_mb": [1, 2.5]},
     }
-    monkeypatch.setattr("benchmarks.environment.versions", lambda: {"jax": "0"})
+    monkeypatch.setattr("benchmarks.results.versions", lambda: {"jax": "0"})
     assert not second.has("mlp", "float32")  # other versions are measured again
 
 
 def test_the_page_of_the_repository_is_made_of_its_figures(tmp_path, monkeypatch):
     for path in results.FOLDER.glob("*.json"):
         shutil.copy(path, tmp_path)
-    monkeypatch.setattr(report.plots, "can_draw", lambda: False)
-    report.run(Request(folder=tmp_path))
+    monkeypatch.setattr(report, "draw_gain", lambda *_: None)
+    report.run(Request("report", folder=tmp_path))
     made, there = (f / "README.md" for f in (tmp_path, results.FOLDER))
     assert made.read_text() == there.read_text(), "run `python -m benchmarks report`"
     with pytest.raises(SystemExit, match="no results"):
-        report.run(Request(folder=tmp_path / "none"))
+        report.run(Request("report", folder=tmp_path / "none"))
 
 
 def test_what_is_compared():
@@ -131,35 +125,32 @@ def test_what_is_compared():
 
 
 @pytest.mark.slow
-class TestCommands:
+def test_commands(tmp_path, monkeypatch):
     """Those that need no accelerator, on the smallest model."""
-
-    def test_error(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setenv("XLA_FLAGS", error._EXACT)  # what the command would add
-        monkeypatch.setattr(error, "SEEDS", 1)
-        asked = Request(("mlp",), ("amp_bf16", "amp_fp16"), folder=tmp_path)
-        error.run(asked)
-        (found,) = read_all(tmp_path)
-        assert found.size == "full"  # the models are tiny; the report shows it
-        wrong, in_float16 = (found.cells["mlp"][v]["errors"][0] for v in asked.variants)
-        assert 0 < in_float16 < wrong < 30
-
-    def test_host(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(host, "REPEATS", 1)
-        host.run(Request(("mlp",), ("float32",), size="tiny", folder=tmp_path))
-        (found,) = read_all(tmp_path)
-        assert found.cells["mlp"]["float32"]["cpu_s"] > 0
-
-    def test_timing(self, monkeypatch):
-        monkeypatch.setattr(gpu, "_TURN_S", 0.001)
-        names = ["amp_fp16", "float32"]
-        cells = gpu.time_model(Request(size="tiny"), "mlp", names, rounds=2)
-        for name in names:
-            assert len(cells[name]["step_ms"]) == 2 and min(cells[name]["step_ms"]) > 0
-            assert cells[name]["peak_mb"] > 0 and np.isfinite(cells[name]["loss"])
-
-    def test_step(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(step, "LAYERS", (1,))
-        step.run(Request(folder=tmp_path), rounds=5)
-        text = (tmp_path / "step.md").read_text()
-        assert text.count("| `make_train_step` | ") == len(step.DEVICES)
+    monkeypatch.setenv("XLA_FLAGS", error._EXACT)  # what the command would add
+    for module, name, least in (
+        (error, "SEEDS", 1),
+        (host, "REPEATS", 1),
+        (gpu, "_TURN_S", 0.001),
+        (step, "LAYERS", (1,)),
+    ):
+        monkeypatch.setattr(module, name, least)
+    for line in (
+        "error --variants amp_bf16,amp_fp16",
+        "host --size tiny --variants float32",
+        "gpu --size tiny --variants amp_fp16,float32 --platform cpu --rounds 2",
+        "step",
+    ):
+        cli.main([*line.split(), "--models", "mlp", "--results", str(tmp_path)])
+    files = map(Results.read, tmp_path.glob("*.json"))
+    found = {each.command: each.cells["mlp"] for each in files}
+    wrong, in_float16 = (
+        found["error"][v]["errors"][0] for v in ("amp_bf16", "amp_fp16")
+    )
+    assert 0 < in_float16 < wrong < 30
+    assert found["host"]["float32"]["cpu_s"] > 0
+    for cell in found["gpu"].values():
+        assert len(cell["step_ms"]) == 2 and min(cell["step_ms"]) > 0
+        assert cell["peak_mb"] > 0 and np.isfinite(cell["loss"])
+    text = (tmp_path / "step.md").read_text()
+    assert text.count("| `make_train_step` | ") == len(step.DEVICES)
