@@ -8,6 +8,7 @@ from flax import linen as nn
 from flax import nnx
 
 from flax_amp._training.train_state import AmpTrainState
+from helpers import bits
 
 FEATURES, CLASSES = 6, 3
 FLOAT16 = {"precision": "16-mixed"}  # it has a scaler, which tests are about
@@ -93,14 +94,6 @@ def make_batch(seed=0, size=8, poisoned=False):
     if poisoned:
         x[size // 2, 1] = np.inf
     return {"x": x, "y": generator.integers(0, CLASSES, size).astype(np.int32)}
-
-
-def bits(leaf):
-    """The bytes of a leaf, which tell -0.0 from 0.0 and one NaN from another."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    leaf = np.asarray(leaf)
-    return leaf.dtype.name, leaf.shape, leaf.tobytes()
 
 
 def leaves_by_path(tree):

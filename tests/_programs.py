@@ -35,6 +35,10 @@ def squares(tree):
 # --- functions of a weight and data --------------------------------------------------
 
 
+def layer(w, x):
+    return jnp.tanh(x @ w)
+
+
 def mlp(w, x):
     return jnp.tanh(norm(jax.nn.gelu(x @ w + w[0][None])) @ w)
 
@@ -45,8 +49,8 @@ def attention(w, x):
 
 
 def recurrent(w, x):
-    step = lambda h, v: (jnp.tanh(h @ w + v), None)  # noqa: E731
-    return lax.scan(step, jnp.zeros(w.shape[:1]), x)[0]
+    step = lambda h, v: (jnp.tanh(h @ w + v[None]), None)  # noqa: E731
+    return lax.scan(step, jnp.zeros((2, len(w))), x)[0]
 
 
 def convolution(w, x):

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,426 +31,292 @@ class Break(NamedTuple):
     tests: str  # node ids in tests, with commas in between
 
 
-# file: (text, replacement, tests)
-TABLE: dict[str, list[tuple[str, str, str]]] = {
-    "policy.py": [
-        (
-            "return [_cast(x, dtype) for x, dtype in pairs], bind_params",
-            "return [x for x, _ in pairs], bind_params",
-            "test_policy.py::test_precision_function",
-        ),
-        (
-            "if functions.get(lax.dot_general_p, default) is default:",
-            "if True:",
-            "test_policy.py::test_a_word_for_fp8_is_a_key",
-        ),
-    ],
-    "_scope_paths.py": [
-        ("modules.pop()", "pass", "test_policy.py::test_scope_keys"),
-    ],
-    "_rewriter/primitives.py": [
-        (
-            "if all(shapes[0][axis] == 1 for axis in contracted):",
-            "if False:",
-            "rewriter/test_numerics.py::test_inner_and_outer_products_of_floats",
-        ),
-        (
-            "math.prod(reads) > 1",
-            "math.prod(reads) < 1",
-            "rewriter/test_regions.py::test_cotangents_are_summed_in_float32",
-        ),
-        (
-            'if eqn.primitive.name != "pallas_call":',
-            "if True:",
-            "rewriter/test_walk.py::test_the_walk_enters_bodies_but_no_kernels",
-        ),
-    ],
-    "_rewriter/roles.py": [
-        (
-            'if not _is_default_precision(eqn.params.get("precision")):',
-            "if False:",
-            "rewriter/test_custom_rules.py"
-            "::test_a_rule_that_asks_for_precision_gets_it",
-        ),
-        (
-            "if is_inexact and dtype not in (jnp.float32, self.half):",
-            "if False:",
-            "rewriter/test_transform.py::test_float64",
-        ),
-        (
-            'if decision.is_chosen and eqn.primitive.name == "jit" and _draws(eqn):',
-            "if False:",
-            "rewriter/test_transform.py"
-            "::test_forced_scope_spares_what_cannot_be_lowered",
-        ),
-        (
-            "if not jnp.issubdtype(dtype, jnp.floating):",
-            "if False:",
-            "rewriter/test_numerics.py::test_exact",
-        ),
-    ],
-    "_rewriter/flow.py": [
-        (
-            "_HELD_INSIDE = (*_HELD, *_CALLS)",
-            "_HELD_INSIDE = _HELD",
-            "rewriter/test_recompute.py::test_a_relu_is_stored_once",
-        ),
-        (
-            "passes = _is_move(node) and read_inside.isdisjoint(outvars)",
-            "passes = _is_move(node)",
-            "rewriter/test_hard_losses.py::test_hard_losses[from moved jit-float16]",
-        ),
-    ],
-    "_rewriter/plan.py": [
-        (
-            "elif v in sums:",
-            "elif False:",
-            "rewriter/test_six_lines.py::test_each_layer_between_matmuls",
-        ),
-        (
-            "elif v in steps:",
-            "elif False:",
-            "rewriter/test_hard_losses.py::test_small_steps",
-        ),
-        (
-            "own = floor = max(own, floor)",
-            "own = max(own, 0)",
-            "rewriter/test_recompute.py::test_effects_run_once_and_in_order",
-        ),
-        (
-            "return any(abs(factor) < 1 / 32 for factor in factors)",
-            "return False",
-            "rewriter/test_loops.py::test_streams[small steps]",
-        ),
-    ],
-    "_rewriter/emit.py": [
-        (
-            "self.plan.flow.for_results.isdisjoint(eqn.outvars)",
-            "True",
-            "rewriter/test_loops.py::test_a_state_is_not_rounded_though_its_step_"
-            "multiplies_it",
-        ),
-        (
-            "are_biases &= all(v.aval.shape for v in others)",
-            "pass",
-            "rewriter/test_six_lines.py::test_each_layer_between_matmuls",
-        ),
-        (
-            "if node.level not in of_levels:",
-            "if True:",
-            "rewriter/test_flax_models.py::test_no_cast_is_in_vain",
-        ),
-        (
-            "platforms = NOWHERE if self.emitter.in_loop else stored.platforms",
-            "platforms = stored.platforms",
-            "rewriter/test_recompute.py::test_barriers_of_a_model",
-        ),
-    ],
-    "_rewriter/stored.py": [
-        (
-            "elif is_rounded and not in_backward and copies > 1:",
-            "elif False:",
-            "rewriter/test_recompute.py::test_the_forward_pass_rounds",
-        ),
-        (
-            "if in_backward and platform in platforms:",
-            "if platform in platforms:",
-            "rewriter/test_recompute.py::test_barriers_of_a_marked_value",
-        ),
-    ],
-    "_rewriter/bodies.py": [
-        (
-            "wide = emitter.cast_like(consts, eqn.invars[:start], (False,) * start)",
-            "wide = consts",
-            "rewriter/test_regions.py"
-            "::test_a_scan_adds_up_the_cotangents_of_what_it_closes_over",
-        ),
-        (
-            "if not platforms:",
-            "if True:",
-            "rewriter/test_rules.py::test_platform_dependent_branches_stay_apart",
-        ),
-        (
-            'params["policy"] = PolicyOfPlainProducts(params["policy"])',
-            "pass",
-            "rewriter/test_fp8.py::test_a_policy_for_dots_saves_products_in_fp8",
-        ),
-    ],
-    "_rewriter/custom_derivatives.py": [
-        (
-            "if atom in self.differentiated:",
-            "if False:",
-            "rewriter/test_custom_rules.py::test_what_it_closes_over_has_no_derivative",
-        ),
-    ],
-    "_rewriter/flatten.py": [
-        (
-            "found = _captured_by(eqn, made)",
-            "found = None",
-            "rewriter/test_custom_rules.py::test_a_rule_that_closes_over_a_traced_value",
-        ),
-    ],
-    "_rewriter/fp8.py": [
-        (
-            "formats=(BACKWARD, formats[1 - i])",
-            "formats=(formats[i], formats[1 - i])",
-            "rewriter/test_fp8.py::test_gradients_read_8_bit_floats",
-        ),
-    ],
-    "_rewriter/transform.py": [
-        (
-            'x, getattr(aval, "weak_type", False))',
-            "x, False)",
-            "rewriter/test_transform.py::test_weak_types_of_results",
-        ),
-        (
-            "is_identity = dtype == jnp.float32 and not policy.may_leave_float32",
-            "is_identity = False",
-            "rewriter/test_transform.py::test_the_program_is_that_of_plain_jax",
-        ),
-    ],
-    "_rewriter/nnx_scopes.py": [
-        (
-            "vars(value).pop(_NAME, None)",
-            "pass",
-            "rewriter/test_scope_keys.py::test_nothing_is_left_behind",
-        ),
-    ],
-    "_rewriter/policy_warnings.py": [
-        (
-            'if kept and "" not in kept:',
-            "if kept:",
-            "rewriter/test_policy_messages.py::test_no_false_alarm",
-        ),
-    ],
-    "_rewriter/streams.py": [
-        (
-            "i in x.streams and i not in states and bool(v.aval.shape)",
-            "bool(v.aval.shape)",
-            "rewriter/test_loops.py::test_states",
-        ),
-        (
-            "self.states.update(carry for carry, _ in pairs & factor.products)",
-            "pass",
-            "rewriter/test_loops.py::test_trained_weights_are_states",
-        ),
-    ],
-    "_training/core.py": [
-        (
-            "lambda carry: (carry[0] < retries) & carry[1][1],",
-            "lambda carry: carry[1][1],",
-            "training/test_scaled_grad.py::test_redo_stops_after_so_many_times",
-        ),
-        (
-            "return jax.tree.map(select, new, old)",
-            "return new",
-            "training/test_settings.py::test_a_run_with_faults",
-        ),
-        (
-            "step=old.step + 1, scaler=scaler, opt_state=opt_state",
-            "step=old.step + 1, opt_state=opt_state",
-            "training/test_settings.py::test_a_run_with_faults",
-        ),
-        (
-            "backward = _tree.all_finite((square_norm, result.overwrite))",
-            "backward = _tree.all_finite(result.grads)",
-            "training/test_finite.py::test_a_step_decides_by_the_squares_of_the_gradients",
-        ),
-        (
-            "forward = finite & _tree.all_finite(result.loss)",
-            "forward = finite",
-            "training/test_settings.py::test_a_run_with_faults",
-        ),
-        (
-            "opt_state = opt_state._replace(**counted(old.opt_state, finite))",
-            "pass",
-            "training/test_settings.py::test_a_run_with_faults",
-        ),
-    ],
-    "_training/scaler.py": [
-        (
-            "falls = loss_finite & ~finite",
-            "falls = ~finite",
-            "training/test_scaler.py::test_random_runs_follow_the_rule",
-        ),
-        (
-            '"count": jnp.where(falls | grows, 0, count),',
-            '"count": jnp.where(grows, 0, count),',
-            "training/test_scaler.py::test_random_runs_follow_the_rule",
-        ),
-        (
-            'grows = finite & (count >= state["patience"])',
-            'grows = finite & (count > state["patience"])',
-            "training/test_scaler.py::test_random_runs_follow_the_rule",
-        ),
-        (
-            'factor = 1.0 / check_scaler(state)["scaler"]',
-            "factor = 1.0",
-            "training/test_scaled_grad.py::test_loss_and_gradients_are_exact_while_the_scale_moves",
-        ),
-        (
-            '"scaler": jnp.fmin(jnp.fmax(scale, LOWEST), HIGHEST),',
-            '"scaler": scale,',
-            "training/test_scaler.py::test_scale_never_breaks_and_never_sticks",
-        ),
-    ],
-    "_training/passes.py": [
-        (
-            "return base + mean(new - base)",
-            "return mean(new)",
-            "training/test_sharded.py::test_frozen_parameters_keep_their_bits",
-        ),
-        (
-            "grads=jax.tree.map(lambda g: g / accum_steps, total),",
-            "grads=total,",
-            "training/test_accumulation.py::test_accumulation_is_in_float32",
-        ),
-        (
-            "return (total, variables), (result.overwrite, result.loss, result.aux)",
-            "return (total, carry[1]), (result.overwrite, result.loss, result.aux)",
-            "training/test_accumulation.py"
-            "::test_statistics_go_through_the_micro_batches",
-        ),
-    ],
-    "_training/step_call.py": [
-        (
-            "leaf = _tree.own(leaf) if id(leaf) in seen else leaf",
-            "pass",
-            "training/test_messages.py::test_an_array_in_two_places_is_copied",
-        ),
-    ],
-    "_training/progress.py": [
-        (
-            "limit = _MAX_SKIPS_IN_SEARCH if may_fall else _MAX_SKIPS",
-            "limit = _MAX_SKIPS",
-            "training/test_progress.py"
-            "::test_a_search_from_the_highest_to_the_lowest_scale_is_no_alarm",
-        ),
-    ],
-    "_training/nnx_step.py": [
-        (
-            "nnx.update(self.objects, self.rest)",
-            "pass",
-            "training/test_side_by_side.py",
-        ),
-        (
-            'held: dict[str, Any] = {"step": self.step}',
-            "held: dict[str, Any] = {}",
-            "training/test_nnx_step.py::test_equals_the_step_on_a_state",
-        ),
-    ],
-    "checkpoint/_manager.py": [
-        (
-            "newest = next(filter(self._is_intact, others), None)",
-            "newest = None",
-            "checkpoint/test_jobs.py::test_nothing_complete_is_lost_or_replaced",
-        ),
-    ],
-    "checkpoint/_migrate.py": [
-        (
-            "same = np.array_equal(before, after, equal_nan=True)",
-            "same = True",
-            "checkpoint/test_migrate.py::test_a_dtype_is_cast_if_no_value_changes",
-        ),
-    ],
-    "optim/_optimizer.py": [
-        (
-            "return jnp.maximum(counts[0] - 1, 0) if counts else None",
-            "return counts[0] if counts else None",
-            "optim/test_optim.py::test_in_make_train_step",
-        ),
-    ],
-    "optim/_call.py": [
-        (
-            "array = space.array(new, old.dtype if fits else None)",
-            "array = space.array(new)",
-            "optim/test_optim.py::test_replacing_a_number_by_a_number_compiles_nothing",
-        ),
-    ],
-    "metrics/_log.py": [
-        (
-            "found[name] = series = {s: v for s, v in series.items() if s < step}",
-            "pass",
-            "metrics/test_log.py::test_steps_in_any_order",
-        ),
-    ],
-    "checkpoint/_damage.py": [
-        (
-            "{n for n in names if found[n] != listed[n]}",
-            "set()",
-            "checkpoint/test_damage.py::test_a_flipped_byte_of_an_array_is_named",
-        ),
-        (
-            "return isinstance(error, kinds) or",
-            "return True or",
-            "checkpoint/test_damage.py::test_an_outage_is_not_taken_for_damage",
-        ),
-    ],
-    "checkpoint/_state.py": [
-        (
-            "if manager.read_only:",
-            "if False:",
-            "checkpoint/test_checkpoint.py::test_messages",
-        ),
-    ],
-    "checkpoint/_steps.py": [
-        (
-            "_FORMAT = 3",
-            "_FORMAT = 4",
-            "checkpoint/test_damage.py::test_another_format_and_another_number_are_named",
-        ),
-    ],
-    "optim/_small_state.py": [
-        (
-            "word = (word + (bits & 0xFFFF)) & np.uint32(0xFFFF0000)",
-            "word = (word + np.uint32(0x8000)) & np.uint32(0xFFFF0000)",
-            "optim/test_small_state.py::test_roundings_are_unbiased",
-        ),
-        (
-            "bounded = jnp.clip(x, -_LARGEST, _LARGEST)",
-            "bounded = x",
-            "optim/test_small_state.py"
-            "::test_what_bfloat16_has_stays_and_no_finite_number_becomes_an_inf",
-        ),
-        (
-            "return _hash(_hash(index ^ (key * factor)) + key)",
-            "return _hash(_hash(index ^ key) + key)",
-            "optim/test_small_state.py::test_the_rounding_matches_the_model",
-        ),
-    ],
-    "metrics/_collection.py": [
-        (
-            "share = other.steps[0] / jnp.maximum(steps[0], 1)",
-            "share = 0.5",
-            "metrics/test_step_metrics.py::test_a_window_is_what_its_steps_reported",
-        ),
-        (
-            "steps=jnp.int32([finite, ~finite]),",
-            "steps=jnp.int32([1, ~finite]),",
-            "metrics/test_step_metrics.py::test_a_window_is_what_its_steps_reported",
-        ),
-    ],
-    "debug/_run.py": [
-        (
-            "fresh = bad & ~functools.reduce(np.logical_or, given)",
-            "fresh = bad & (not suspects)",
-            "debug/test_nonfinite_inside.py::test_the_first_cause",
-        ),
-        (
-            "Cause((-1 if i in faults else 2, i), None",
-            "Cause((2, i), None",
-            "debug/test_nonfinite.py::test_a_bad_example_beside_another_fault",
-        ),
-    ],
-    "debug/_problems.py": [
-        (
-            '_OF_LOSS = ("float32: no matmul reads it", "float32: a scalar")',
-            '_OF_LOSS = ("float32: a scalar",)',
-            "debug/test_explain.py::test_rounded_numbers_that_a_loss_reads",
-        ),
-    ],
-}
-BREAKS = [Break(file, *row) for file, rows in TABLE.items() for row in rows]
+# For each file of flax_amp: tests, and the texts with their replacements that they see.
+TABLE = r"""
+policy.py
+  test_policy.py::test_precision_function
+- return [_cast(x, dtype) for x, dtype in pairs], bind_params
++ return [x for x, _ in pairs], bind_params
+  test_policy.py::test_a_word_for_fp8_is_a_key
+- if functions.get(lax.dot_general_p, default) is default:
++ if True:
+
+_scope_paths.py
+  test_policy.py::test_scope_keys
+- modules.pop()
++ pass
+
+_rewriter/primitives.py
+  rewriter/test_numerics.py::test_inner_and_outer_products_of_floats
+- if all(shapes[0][axis] == 1 for axis in contracted):
++ if False:
+  rewriter/test_regions.py::test_cotangents_are_summed_in_float32
+- math.prod(reads) > 1
++ math.prod(reads) < 1
+  rewriter/test_primitives.py::test_the_walk_enters_bodies_but_no_kernels
+- if eqn.primitive.name != "pallas_call":
++ if True:
+
+_rewriter/roles.py
+  rewriter/test_custom_rules.py::test_a_rule_that_asks_for_precision_gets_it
+- if not _is_default_precision(eqn.params.get("precision")):
++ if False:
+  rewriter/test_transform.py::test_float64
+- if is_inexact and dtype not in (jnp.float32, self.half):
++ if False:
+  rewriter/test_transform.py::test_forced_scope_spares_what_cannot_be_lowered
+- if decision.is_chosen and eqn.primitive.name == "jit" and _draws(eqn):
++ if False:
+  rewriter/test_numerics.py::test_exact
+- if not jnp.issubdtype(dtype, jnp.floating):
++ if False:
+
+_rewriter/flow.py
+  rewriter/test_recompute.py::test_a_relu_is_stored_once
+- _HELD_INSIDE = (*_HELD, *_CALLS)
++ _HELD_INSIDE = _HELD
+  rewriter/test_hard_losses.py::test_hard_losses[from moved jit-float16]
+- passes = _is_move(node) and read_inside.isdisjoint(outvars)
++ passes = _is_move(node)
+
+_rewriter/plan.py
+  rewriter/test_six_lines.py::test_each_layer_between_matmuls
+- elif v in sums:
++ elif False:
+  rewriter/test_hard_losses.py::test_small_steps
+- elif v in steps:
++ elif False:
+  rewriter/test_recompute.py::test_effects_run_once_and_in_order
+- own = floor = max(own, floor)
++ own = max(own, 0)
+  rewriter/test_loops.py::test_streams[small steps]
+- return any(abs(factor) < 1 / 32 for factor in factors)
++ return False
+
+_rewriter/emit.py
+  rewriter/test_loops.py::test_a_state_is_not_rounded_though_its_step_multiplies_it
+- self.plan.flow.for_results.isdisjoint(eqn.outvars)
++ True
+  rewriter/test_six_lines.py::test_each_layer_between_matmuls
+- are_biases &= all(v.aval.shape for v in others)
++ pass
+  rewriter/test_flax_models.py::test_no_cast_is_in_vain
+- if node.level not in of_levels:
++ if True:
+  rewriter/test_recompute.py::test_barriers_of_a_model
+- platforms = NOWHERE if self.emitter.in_loop else stored.platforms
++ platforms = stored.platforms
+
+_rewriter/stored.py
+  rewriter/test_recompute.py::test_the_forward_pass_rounds
+- elif is_rounded and not in_backward and copies > 1:
++ elif False:
+  rewriter/test_recompute.py::test_barriers_of_a_marked_value
+- if in_backward and platform in platforms:
++ if platform in platforms:
+
+_rewriter/bodies.py
+  rewriter/test_regions.py::test_a_scan_adds_up_the_cotangents_of_what_it_closes_over
+- wide = emitter.cast_like(consts, eqn.invars[:start], (False,) * start)
++ wide = consts
+  rewriter/test_rules.py::test_platform_dependent_branches_stay_apart
+- if not platforms:
++ if True:
+  rewriter/test_fp8.py::test_a_policy_for_dots_saves_products_in_fp8
+- params["policy"] = PolicyOfPlainProducts(params["policy"])
++ pass
+
+_rewriter/custom_derivatives.py
+  rewriter/test_custom_rules.py::test_what_it_closes_over_has_no_derivative
+- if atom in self.differentiated:
++ if False:
+
+_rewriter/flatten.py
+  rewriter/test_custom_rules.py::test_a_rule_that_closes_over_a_traced_value
+- found = _captured_by(eqn, made)
++ found = None
+
+_rewriter/fp8.py
+  rewriter/test_fp8.py::test_gradients_read_8_bit_floats
+- formats=(BACKWARD, formats[1 - i])
++ formats=(formats[i], formats[1 - i])
+
+_rewriter/transform.py
+  rewriter/test_transform.py::test_weak_types_of_results
+- x, getattr(aval, "weak_type", False))
++ x, False)
+  rewriter/test_transform.py::test_the_program_is_that_of_plain_jax
+- is_identity = dtype == jnp.float32 and not policy.may_leave_float32
++ is_identity = False
+
+_rewriter/nnx_scopes.py
+  rewriter/test_scope_keys.py::test_nothing_is_left_behind
+- vars(value).pop(_NAME, None)
++ pass
+
+_rewriter/policy_warnings.py
+  rewriter/test_policy_messages.py::test_no_false_alarm
+- if kept and "" not in kept:
++ if kept:
+
+_rewriter/streams.py
+  rewriter/test_loops.py::test_states
+- i in x.streams and i not in states and bool(v.aval.shape)
++ bool(v.aval.shape)
+  rewriter/test_loops.py::test_trained_weights_are_states
+- self.states.update(carry for carry, _ in pairs & factor.products)
++ pass
+
+_training/core.py
+  training/test_scaled_grad.py::test_redo_stops_after_so_many_times
+- lambda carry: (carry[0] < retries) & carry[1][1],
++ lambda carry: carry[1][1],
+  training/test_settings.py::test_a_run_with_faults
+- return jax.tree.map(select, new, old)
++ return new
+- step=old.step + 1, scaler=scaler, opt_state=opt_state
++ step=old.step + 1, opt_state=opt_state
+- forward = finite & _tree.all_finite(result.loss)
++ forward = finite
+- opt_state = opt_state._replace(**counted(old.opt_state, finite))
++ pass
+  training/test_finite.py::test_a_step_decides_by_the_squares_of_the_gradients
+- backward = _tree.all_finite((square_norm, result.overwrite))
++ backward = _tree.all_finite(result.grads)
+
+_training/scaler.py
+  training/test_scaler.py::test_random_runs_follow_the_rule
+- falls = loss_finite & ~finite
++ falls = ~finite
+- "count": jnp.where(falls | grows, 0, count),
++ "count": jnp.where(grows, 0, count),
+- grows = finite & (count >= state["patience"])
++ grows = finite & (count > state["patience"])
+- "scaler": jnp.fmin(jnp.fmax(scale, LOWEST), HIGHEST),
++ "scaler": scale,
+  training/test_scaled_grad.py::test_loss_and_gradients_are_exact_while_the_scale_moves
+- factor = 1.0 / check_scaler(state)["scaler"]
++ factor = 1.0
+
+_training/passes.py
+  training/test_sharded.py::test_frozen_parameters_keep_their_bits
+- return base + mean(new - base)
++ return mean(new)
+  training/test_train_step.py::test_accumulation_is_in_float32
+- grads=jax.tree.map(lambda g: g / accum_steps, total),
++ grads=total,
+  training/test_train_step.py::test_statistics_go_through_the_micro_batches
+- return (total, variables), (result.overwrite, result.loss, result.aux)
++ return (total, carry[1]), (result.overwrite, result.loss, result.aux)
+
+_training/step_call.py
+  training/test_messages.py::test_an_array_in_two_places_is_copied
+- leaf = _tree.own(leaf) if id(leaf) in seen else leaf
++ pass
+
+_training/progress.py
+  training/test_progress.py::test_a_search_from_the_highest_to_the_lowest_scale_is_no_alarm
+- limit = _MAX_SKIPS_IN_SEARCH if may_fall else _MAX_SKIPS
++ limit = _MAX_SKIPS
+
+_training/nnx_step.py
+  docs/test_pages.py::test_each_line_runs
+- nnx.update(self.objects, self.rest)
++ pass
+  training/test_nnx_step.py::test_equals_the_step_on_a_state
+- held: dict[str, Any] = {"step": self.step}
++ held: dict[str, Any] = {}
+
+checkpoint/_manager.py
+  checkpoint/test_jobs.py::test_nothing_complete_is_lost_or_replaced
+- newest = next(filter(self._is_intact, others), None)
++ newest = None
+
+checkpoint/_migrate.py
+  checkpoint/test_migrate.py::test_a_dtype_is_cast_if_no_value_changes
+- same = np.array_equal(before, after, equal_nan=True)
++ same = True
+
+optim/_optimizer.py
+  optim/test_optim.py::test_in_make_train_step
+- return jnp.maximum(counts[0] - 1, 0) if counts else None
++ return counts[0] if counts else None
+
+optim/_call.py
+  optim/test_optim.py::test_replacing_a_number_by_a_number_compiles_nothing
+- array = space.array(new, old.dtype if fits else None)
++ array = space.array(new)
+
+metrics/_log.py
+  metrics/test_log.py::test_steps_in_any_order
+- found[name] = series = {s: v for s, v in series.items() if s < step}
++ pass
+
+checkpoint/_damage.py
+  checkpoint/test_damage.py::test_a_flipped_byte_of_an_array_is_named
+- {n for n in names if found[n] != listed[n]}
++ set()
+  checkpoint/test_damage.py::test_an_outage_is_not_taken_for_damage
+- return isinstance(error, kinds) or
++ return True or
+
+checkpoint/_state.py
+  checkpoint/test_checkpoint.py::test_messages
+- if manager.read_only:
++ if False:
+
+checkpoint/_steps.py
+  checkpoint/test_damage.py::test_another_format_and_another_number_are_named
+- _FORMAT = 3
++ _FORMAT = 4
+
+optim/_small_state.py
+  optim/test_small_state.py::test_roundings_are_unbiased
+- word = (word + (bits & 0xFFFF)) & np.uint32(0xFFFF0000)
++ word = (word + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
+  optim/test_small_state.py::test_what_bfloat16_has_stays_and_no_finite_number_becomes_an_inf
+- bounded = jnp.clip(x, -_LARGEST, _LARGEST)
++ bounded = x
+  optim/test_small_state.py::test_the_rounding_matches_the_model
+- return _hash(_hash(index ^ (key * factor)) + key)
++ return _hash(_hash(index ^ key) + key)
+
+metrics/_collection.py
+  metrics/test_step_metrics.py::test_a_window_is_what_its_steps_reported
+- share = other.steps[0] / jnp.maximum(steps[0], 1)
++ share = 0.5
+- steps=jnp.int32([finite, ~finite]),
++ steps=jnp.int32([1, ~finite]),
+
+debug/_run.py
+  debug/test_nonfinite_inside.py::test_the_first_cause
+- fresh = bad & ~functools.reduce(np.logical_or, given)
++ fresh = bad & (not suspects)
+  debug/test_nonfinite.py::test_a_bad_example_beside_another_fault
+- Cause((-1 if i in faults else 2, i), None
++ Cause((2, i), None
+
+debug/_problems.py
+  debug/test_explain.py::test_rounded_numbers_that_a_loss_reads
+- _OF_LOSS = ("float32: no matmul reads it", "float32: a scalar")
++ _OF_LOSS = ("float32: a scalar",)
+"""
+
+
+def breaks(table: str) -> Iterator[Break]:
+    for block in table.strip().split("\n\n"):
+        file, *lines = block.splitlines()
+        for line in lines:
+            match line[:2]:
+                case "  ":
+                    tests = line[2:]
+                case "- ":
+                    old = line[2:]
+                case "+ ":
+                    yield Break(file, old, line[2:], tests)
+
+
+BREAKS = [*breaks(TABLE)]
 
 
 def copy_of_the_project(folder: Path) -> None:

@@ -78,12 +78,6 @@ def pytest_collection_finish():
 
 
 @pytest.fixture
-def key() -> jax.Array:
-    """A typed PRNG key, the same in every test."""
-    return jax.random.key(0)
-
-
-@pytest.fixture
 def rng() -> np.random.Generator:
     """A NumPy generator, the same in every test."""
     return np.random.default_rng(0)

@@ -1,5 +1,7 @@
 """Policies: words, precision functions, lookup by scope, primitive and default."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +43,7 @@ def test_default_policy_is_a_plain_dict_of_functions():
     assert len(flax_amp.default_amp_policy) == len(low) + 2
 
 
-# --- precision functions, called as the seed calls them -------------------------------
+# --- precision functions, called as the seed calls them ------------------------------
 
 
 @pytest.mark.parametrize(
@@ -212,3 +214,43 @@ def test_wrong_entries_are_listed_together():
 def test_wrong_matmul_dtype(value, seen):
     with pytest.raises(TypeError, match=f"matmul_dtype: got .*{seen}.*expected 'fp8'"):
         with_matmul_dtype(None, value)
+
+
+# --- what jaxamp's own test of a linear layer expects, under both policies -----------
+
+amp = functools.partial(flax_amp.amp, compute_dtype=F16)  # jaxamp's default
+POLICIES = (flax_amp.default_amp_policy, flax_amp.jaxamp_policy)
+
+
+def linear(params, x):
+    with jax.named_scope("Linear"):
+        return params["weight"] @ x + params["bias"]
+
+
+def linear_in_half(params, x):
+    half = jax.tree.map(lambda p: p.astype(F16), params)
+    return linear(half, x.astype(F16)).astype(F32)
+
+
+def linear_with_half_weight(params, x):
+    product = params["weight"].astype(F16) @ x.astype(F16)
+    return product.astype(F32) + params["bias"]
+
+
+@pytest.mark.filterwarnings("ignore:.*of this program runs in:flax_amp.PolicyWarning")
+@pytest.mark.parametrize("policy", POLICIES, ids=["default", "jaxamp"])
+def test_linear(policy):
+    with_policy = functools.partial(amp, amp_policy=policy)
+    weight = jax.random.uniform(jax.random.key(0), (10, 2), minval=-1)
+    params, x = {"weight": weight, "bias": weight[:, 0]}, jnp.array([5.0, 2.0])
+    full, half = linear(params, x), linear_in_half(params, x)
+    assert not np.allclose(full, half)
+    # The seed's policy adds the bias in half precision, too.
+    wanted = linear_with_half_weight(params, x) if policy is POLICIES[0] else half
+    np.testing.assert_allclose(with_policy(linear)(params, x), wanted)
+    np.testing.assert_allclose(with_policy(linear_in_half)(params, x), half)
+    np.testing.assert_allclose(with_policy(flax_amp.amp_stop(linear))(params, x), full)
+    by_scope = amp(
+        linear, amp_policy=policy | {"Linear": flax_amp.use_original_precision}
+    )
+    np.testing.assert_allclose(by_scope(params, x), full)

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes: each page is two programs that end in the same losses.
+"""The code of README.md, and of docs/recipes: two programs that end in the same losses.
 
 A page is the only source of its code. What is in a `diff` block, or under the headings
 "Before" and "After", differs between the old and the new program; blocks above that are
@@ -20,7 +20,12 @@ import pytest
 
 from benchmarks import peers
 
-RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+# Blocks of code, each with the heading above it.
+BLOCKS = re.findall(r"```(?:python|diff)\n.*?```", README, flags=re.DOTALL)
+HEADINGS = dict(zip("Linen NNX nonfinite resume".split(), BLOCKS, strict=True))
+RECIPES = ROOT / "docs" / "recipes"
 INDEX = RECIPES / "README.md"
 PAGES = sorted(path for path in RECIPES.glob("*.md") if path != INDEX)
 # A recipe for Linen and one for NNX run on every JAX, the others on one.
@@ -134,3 +139,25 @@ def test_the_index_lists_every_recipe():
     first_table, *_ = INDEX.read_text().split("\n## ")
     linked = re.findall(r"\]\((\w+)\.md\) \|$", first_table, re.MULTILINE)
     assert sorted(linked) == [path.stem for path in PAGES]
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_a_block_of_the_readme_runs_alone(heading, tmp_path, monkeypatch, capsys):
+    """A diff is two programs."""
+    monkeypatch.chdir(tmp_path)  # one saves to "run"
+    for program in dict.fromkeys(programs(HEADINGS[heading])):  # the new one last
+        names = {"__name__": "readme"}
+        exec(compile(program.lstrip("\n"), "readme.py", "exec"), names)
+        printed = capsys.readouterr().out
+    if "metrics" in names:
+        assert names["metrics"]["grads_finite"]
+    if heading == "nonfinite":
+        # What the page prints below, except for the name of the file.
+        shown = re.search(r"```\n(loss_fn in bfloat16.*?)```", README, re.DOTALL)[1]
+        lines = shown.replace("train.py", "readme.py").split("  ...")[0]
+        assert lines.strip() in printed
+
+
+def test_the_site_shows_the_first_of_them():
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert re.findall(r"```diff\n.*?```", index, flags=re.DOTALL) == BLOCKS[:1]

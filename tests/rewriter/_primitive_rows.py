@@ -1,14 +1,14 @@
 """One row for each primitive that computes or moves numbers.
 
-`_structured_rows.py` has those with functions inside, effects, devices; and why some
-have no row. `test_primitives.py` reads both.
+`_structured_rows.py` has those with functions inside, effects, devices; and which have
+no row. `test_primitives.py` reads both. Why a primitive is in its class is said in
+`flax_amp/_rewriter/primitives.py`.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -24,42 +24,27 @@ MAY_BE_HALF = (PRODUCT, MOVE)
 
 
 class Row(NamedTuple):
-    """A primitive, and what `amp` makes of it.
+    """A primitive, and what `amp` makes of it."""
 
-    Attributes:
-      family: its class.
-      why: why it is in that class.
-      call: a public function that gives the primitive.
-      args: its arguments. Every number of them is exact in bfloat16.
-      versions: of JAX, in which the function gives it; empty for all that have it.
-    """
-
-    family: str
-    why: str
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    versions: tuple[str, ...] = ()
+    family: str  # its class
+    call: Callable[..., Any]  # a public function that gives the primitive
+    args: tuple[Any, ...]  # every number of them is exact in bfloat16
 
 
 ROWS: dict[str, Row] = {}
 
 
-def rows(family: str, why: str, **calls: Any) -> None:
-    """Adds rows of one class: `name=(call, *args)`; `_` stands for `-` in a name."""
+def rows(family: str, **calls: Any) -> None:
+    """Adds rows of one class: `name=(call, *args)`."""
     for name, (call, *args) in calls.items():
         assert name not in ROWS, name
-        ROWS[name] = Row(family, why, call, tuple(args))
+        ROWS[name] = Row(family, call, tuple(args))
 
 
-def of_lax(family: str, why: str, names: str, *args: Any) -> None:
+def of_lax(family: str, names: str, *args: Any) -> None:
     """Adds rows of functions that have the names of their primitives."""
     for name in names.split():
-        rows(family, why, **{name: (getattr(lax, name), *args)})
-
-
-def only_in(name: str, *versions: str) -> None:
-    """Says that the public function gives a primitive in some versions of JAX only."""
-    ROWS[name] = ROWS[name]._replace(versions=versions)
+        rows(family, **{name: (getattr(lax, name), *args)})
 
 
 def array(*numbers: Any) -> np.ndarray:
@@ -76,7 +61,6 @@ LINE = array(0.5, -1, 0.25, 2, -0.125, 0.75)
 INTEGERS = np.array([[3, 1, 2], [0, 5, 4]], np.int32)
 BOOLS = np.array([[True, False, True], [False, True, True]])
 COMPLEX = (A + 1j * B).astype(np.complex64)
-WORDS = np.array([3, 1, 2, 7], np.uint32)
 IMAGE = np.arange(16, dtype=np.float32).reshape(1, 4, 4, 1)[:, ::-1] / 8
 KERNEL = array([0.5, -1], [0.25, 2]).reshape(2, 2, 1, 1)
 KEY = jax.random.key(0)
@@ -85,7 +69,6 @@ KEY = jax.random.key(0)
 
 rows(
     PRODUCT,
-    "the hardware multiplies halves faster, and accumulates in float32",
     dot_general=(jnp.matmul, A, W),
     conv_general_dilated=(
         lambda x, k: lax.conv_general_dilated(
@@ -103,18 +86,15 @@ rows(
 
 # --- arithmetic and sums -------------------------------------------------------------
 
-LARGER = "the result may be much larger than the operand"
 of_lax(
     ARITHMETIC,
-    LARGER,
     "exp exp2 expm1 log log1p square rsqrt sinh cosh tan asin acos asinh atanh erf_inv "
     "lgamma digamma bessel_i0e bessel_i1e",
     A,
 )
-of_lax(ARITHMETIC, LARGER, "pow igamma igammac igamma_grad_a", A, B)
+of_lax(ARITHMETIC, "pow igamma igammac igamma_grad_a", A, B)
 rows(
     ARITHMETIC,
-    LARGER,
     log2=(jnp.log2, A),
     integer_pow=(lambda x: lax.integer_pow(x, 3), A),
     acosh=(lax.acosh, ABOVE_1),
@@ -125,18 +105,12 @@ rows(
 )
 rows(
     SUM,
-    "a long sum loses small terms",
     reduce_sum=(lambda x: x.sum(0), A),
     reduce_prod=(lambda x: x.prod(0), A),
     reduce_window_sum=(
         lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "VALID"),
         A,
     ),
-)
-of_lax(SUM, "a long sum loses small terms", "cumsum cumprod cumlogsumexp", A)
-rows(
-    SUM,
-    "no kernels for halves, and conditioning needs the digits",
     cholesky=(linalg.cholesky, SYMMETRIC),
     cholesky_update=(linalg.cholesky_update, SYMMETRIC, LINE[:3]),
     lu=(lambda x: linalg.lu(x)[0], SYMMETRIC),
@@ -159,30 +133,29 @@ rows(
     ),
     fft=(lambda x: jnp.fft.rfft(x), LINE),
 )  # fmt: skip
+of_lax(SUM, "cumsum cumprod cumlogsumexp", A)
 
 
 def max_pool(x):
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 1, 1, 1), "VALID")
 
 
-BETWEEN = "between two products nothing is rounded"
-of_lax(ARITHMETIC, BETWEEN, "tanh logistic erf erfc sin cos atan sqrt cbrt", A)
-of_lax(ARITHMETIC, BETWEEN, "floor ceil round", SIGNED)
-of_lax(ARITHMETIC, BETWEEN, "add sub mul div atan2", A, B)
+of_lax(ARITHMETIC, "tanh logistic erf erfc sin cos atan sqrt cbrt", A)
+of_lax(ARITHMETIC, "floor ceil round", SIGNED)
+of_lax(ARITHMETIC, "add sub mul div atan2", A, B)
 rows(
     ARITHMETIC,
-    BETWEEN,
     rem=(lax.rem, B, A),
     one_minus_square=(lambda x: jax.vjp(jnp.tanh, x)[1](x), A),
     add_any=(lambda x: jax.vjp(lambda x: jnp.sin(x) * x, x)[1](x), A),
     select_and_scatter_add=(lambda x: jax.vjp(max_pool, x)[1](x[:, 1:, 1:]), IMAGE),
     select_and_gather_add=(lambda x: jax.jvp(max_pool, (x,), (x,))[1], IMAGE),
-    scatter_add=(lambda x, y: x.at[0].add(y[1]), A, B),
-    scatter_sub=(lambda x, y: x.at[0].subtract(y[1]), A, B),
-    scatter_mul=(lambda x, y: x.at[0].multiply(y[1]), A, B),
+    **{
+        "scatter-add": (lambda x, y: x.at[0].add(y[1]), A, B),
+        "scatter-sub": (lambda x, y: x.at[0].subtract(y[1]), A, B),
+        "scatter-mul": (lambda x, y: x.at[0].multiply(y[1]), A, B),
+    },
 )
-for name in ("add", "sub", "mul"):
-    ROWS[f"scatter-{name}"] = ROWS.pop(f"scatter_{name}")
 
 # --- moves ---------------------------------------------------------------------------
 
@@ -191,10 +164,9 @@ def reduce_window(operation, init):
     return lambda x: lax.reduce_window(x, init, operation, (1, 2), (1, 1), "VALID")
 
 
-of_lax(MOVE, "moves data", "unstack stop_gradient optimization_barrier sort", A)
+of_lax(MOVE, "unstack stop_gradient optimization_barrier sort", A)
 rows(
     MOVE,
-    "moves data: exact in any dtype",
     reshape=(lambda x: x.reshape(3, 2), A),
     squeeze=(lambda x: x.squeeze(0), A[:1]),
     broadcast_in_dim=(lambda x: jnp.broadcast_to(x[None], (4, 2, 3)), A),
@@ -221,107 +193,57 @@ rows(
     device_put=(lambda x: jax.device_put(x, jax.devices()[0]), A),
     top_k=(lambda x: lax.top_k(x, 2)[0], B),
     approx_top_k=(lambda x: lax.approx_max_k(x, 2)[0], B),
-)
-CHOOSES = "chooses or compares: nothing is rounded"
-of_lax(MOVE, CHOOSES, "cummax cummin neg is_finite", B)
-of_lax(MOVE, CHOOSES, "abs sign", SIGNED)
-of_lax(MOVE, CHOOSES, "eq ne lt le gt ge max min", A, B)
-rows(
-    MOVE,
-    CHOOSES,
     reduce_max=(lambda x: x.max(1), B),
     reduce_min=(lambda x: x.min(1), B),
     reduce_window_max=(reduce_window(lax.max, -np.inf), B),
     reduce_window_min=(reduce_window(lax.min, np.inf), B),
     argmax=(lambda x: jnp.argmax(x, 1), B),
     argmin=(lambda x: jnp.argmin(x, 1), B),
-    le_to=(jnp.searchsorted, LINE, A),
     clamp=(lax.clamp, A * 0.25, B, A + 0.125),
+    **{
+        "scatter-max": (lambda x, y: x.at[0].max(y[1]), A, B),
+        "scatter-min": (lambda x, y: x.at[0].min(y[1]), A, B),
+    },
 )
-only_in("le_to", "0.10", "0.11")
-ROWS["scatter-max"] = Row(MOVE, CHOOSES, lambda x, y: x.at[0].max(y[1]), (A, B))
-ROWS["scatter-min"] = Row(MOVE, CHOOSES, lambda x, y: x.at[0].min(y[1]), (A, B))
+of_lax(MOVE, "cummax cummin neg is_finite", B)
+of_lax(MOVE, "abs sign", SIGNED)
+of_lax(MOVE, "eq ne lt le gt ge max min", A, B)
 
 # --- opaque: numbers -----------------------------------------------------------------
 
-rows(
+of_lax(
     OPAQUE,
-    "its function, given as Python code or jaxpr, is a float32 one",
-    reduce=(lambda x: lax.reduce(x, x[0, 0], lambda a, b: a * b + a, (1,)), A),
-    reduce_window=(
-        lambda x: lax.reduce_window(
-            x, 0.0, lambda a, b: a + b * b, (1, 2), (1, 1), "VALID"
-        ),
-        A,
-    ),
+    "shift_left shift_right_arithmetic shift_right_logical",
+    INTEGERS,
+    INTEGERS,
 )
+
+
+def bcoo(x):
+    diagonal = np.array([[0, 0], [1, 1], [2, 2]], np.int32)
+    return sparse.BCOO((x, diagonal), shape=(3, 3))
+
+
 rows(
     OPAQUE,
-    "means a dtype: its own, or the bits of its operand",
     convert_element_type=(lambda x: x.astype(np.int32), A),
     bitcast_convert_type=(lambda x: lax.bitcast_convert_type(x, np.int32), A),
     reduce_precision=(lambda x: lax.reduce_precision(x, 5, 3), A),
-    nextafter=(lax.nextafter, A, B),
-)
-BITS = "works on integers and booleans"
-SHIFTS = "shift_left shift_right_arithmetic shift_right_logical"
-of_lax(OPAQUE, BITS, "population_count clz", INTEGERS)
-of_lax(OPAQUE, BITS, f"mulhi {SHIFTS}", INTEGERS, INTEGERS)
-rows(
-    OPAQUE,
-    BITS,
+    real=(lax.real, COMPLEX),
+    imag=(lax.imag, COMPLEX),
+    iota=(lambda x: jnp.arange(300.0, dtype=x.dtype), A),
     reduce_and=(lambda x: lax.reduce_and(x, (0,)), INTEGERS),
     reduce_or=(lambda x: lax.reduce_or(x, (0,)), INTEGERS),
-    reduce_xor=(lambda x: lax.reduce_xor(x, (0,)), INTEGERS),
     **{
         "and": (lax.bitwise_and, INTEGERS, INTEGERS),
         "or": (lax.bitwise_or, INTEGERS, INTEGERS),
         "xor": (lax.bitwise_xor, INTEGERS, INTEGERS),
         "not": (lax.bitwise_not, INTEGERS),
     },
-)
-rows(
-    OPAQUE,
-    "complex numbers have no half precision",
+    # The rewriter has no row for these: one of each kind.
+    reduce=(lambda x: lax.reduce(x, x[0, 0], lambda a, b: a * b + a, (1,)), A),
     complex=(lax.complex, A, B),
-    real=(lax.real, COMPLEX),
-    imag=(lax.imag, COMPLEX),
-    conj=(lax.conj, COMPLEX),
-)
-rows(
-    OPAQUE,
-    "makes its numbers itself",
-    iota=(lambda x: jnp.arange(300.0, dtype=x.dtype), A),
-    rng_bit_generator=(lambda k: lax.rng_bit_generator(k, (3,)), WORDS),
-    rng_uniform=(lambda x: lax.rng_uniform(x[0, 0], x[1, 0], (3,)), A),
     random_bits=(jax.random.bits, KEY),
-    random_seed=(jax.random.key, np.int32(3)),
-    random_split=(jax.random.split, KEY),
-    random_fold_in=(jax.random.fold_in, KEY, np.int32(3)),
-    random_wrap=(jax.random.wrap_key_data, WORDS[:2]),
-    random_unwrap=(jax.random.key_data, KEY),
-    random_clone=(jax.random.clone, KEY),
     random_gamma=(lambda a: jax.random.gamma(KEY, a, dtype=a.dtype), A),
-    empty=(lambda x: lax.empty((3,), x.dtype), A),
-    threefry2x32=(lambda k, x: jax.extend.random.threefry_2x32(k, x), WORDS[:2], WORDS),
-    lu_pivots_to_permutation=(
-        lambda x: linalg.lu_pivots_to_permutation(x, 3),
-        np.int32([2, 1, 2]),
-    ),
-)
-
-# --- sparse: two of them, the others are opaque for the same reason -------------------
-
-DIAGONAL = np.array([[0, 0], [1, 1], [2, 2]], np.int32)
-
-
-def bcoo(x):
-    return sparse.BCOO((x, DIAGONAL), shape=(3, 3))
-
-
-rows(
-    OPAQUE,
-    "JAX's sparse matrices are experimental, and have kernels for float32",
     bcoo_dot_general=(lambda x, y: bcoo(x) @ y, LINE[:3], W),
-    todense=(lambda x: sparse.todense(bcoo(x)), LINE[:3]),
 )

@@ -1,14 +1,13 @@
 """One row for each primitive with functions, effects or devices inside.
 
-And the names of those that have no row, with the reason. The rows are added to the
-table of `_primitive_rows.py`.
+And the names of those that have no row. The rows are added to the table of
+`_primitive_rows.py`.
 """
 
 import fnmatch
 import functools
 
 import jax
-import jax.experimental.fused
 import jax.numpy as jnp
 import numpy as np
 from _primitive_rows import (
@@ -21,7 +20,6 @@ from _primitive_rows import (
     SYMMETRIC,
     A,
     W,
-    only_in,
     rows,
 )  # fmt: skip
 from jax import lax
@@ -32,8 +30,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from _programs import ROWS_OVER_DEVICES, over_devices
-from _structured import cond_of, jvp_layer, layer, scan, vjp_layer, while_loop
+from _programs import ROWS_OVER_DEVICES, layer, over_devices, with_jvp, with_vjp
 
 # --- structured ----------------------------------------------------------------------
 
@@ -58,6 +55,11 @@ def checkpointed(w, x):
     return jax.vjp(jax.checkpoint(mapped, policy=policy), w, x)[1](x)
 
 
+def while_loop(w, x):
+    step = lambda c: (c[0] + 1, layer(w, c[1]))  # noqa: E731
+    return lax.while_loop(lambda c: c[0] < 3, step, (0, x))[1]
+
+
 def linear_solve(w, b):
     def iterate(matvec, b):
         return lax.fori_loop(0, 60, lambda _, y: y + (b - matvec(y)) / 5, b)
@@ -67,13 +69,12 @@ def linear_solve(w, b):
 
 rows(
     STRUCTURED,
-    "what is inside of it is rewritten",
     jit=(jax.jit(layer), W, A),
-    scan=(functools.partial(scan, layer), W, A),
-    cond=(cond_of, W, A),
+    scan=(lambda w, x: lax.scan(lambda c, _: (layer(w, c), c), x, length=3), W, A),
+    cond=(lambda w, x: lax.cond(x[0, 0] > -9, layer, lambda w, x: x @ w, w, x), W, A),
     remat2=(jax.checkpoint(layer), W, A),
-    custom_jvp_call=(jvp_layer, W, A),
-    custom_vjp_call=(vjp_layer, W, A),
+    custom_jvp_call=(with_jvp(layer), W, A),
+    custom_vjp_call=(with_vjp(layer), W, A),
     custom_vmap_call=(vmap_layer, W, A),
     shard_map=(
         over_devices(layer, (P(), P("data"))), W, np.tile(A, (4, 1))
@@ -87,7 +88,7 @@ rows(
     custom_linear_solve=(linear_solve, SYMMETRIC, LINE[:3]),
     closed_call=(checkpointed, W, np.tile(A, (8, 1))),
     eval_jaxpr=(checkpointed, W, np.tile(A, (8, 1))),
-    **{"while": (functools.partial(while_loop, layer), W, A)},
+    **{"while": (while_loop, W, A)},
 )  # fmt: skip
 
 # --- opaque: functions ---------------------------------------------------------------
@@ -104,60 +105,17 @@ def kernel(x, out):
     out[...] = x[...] * 2
 
 
-def fused(w, x):
-    @jax.custom_vjp
-    def f(w, x):
-        return layer(w, x)
-
-    f.defvjp(
-        lambda w, x: (layer(w, x), (w, x)),
-        lambda res, g: jax.vjp(layer, *res)[1](g),
-        optimize_remat=True,
-    )
-    return jax.vjp(f, w, x)[0]
-
-
-def swap(ref):
-    ref[0] = ref[1] * 2
-
-
 rows(
     OPAQUE,
-    "what is inside may be lowered as a whole, or was compiled in float32",
     composite=(lax.composite(layer, "flax_amp.layer"), W, A),
     custom_partitioning=(partitioned, W, A),
-    remat_opt=(fused, W, A),
     pallas_call=(
         lambda x: pl.pallas_call(
             kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
         )(x),
         A,
     ),
-    call_exported=(lambda x: exported().call(x), A),
-    run_state=(pl.run_state(swap), A),
-    call_hi_primitive=(
-        lambda x: lax.custom_root(
-            lambda y: y - x, x, lambda f, y: y - f(y), lambda g, y: y / g(1.0)
-        ),
-        A[0, 0],
-    ),
-    scaled_dot=(
-        lambda x, w: lax.scaled_dot(
-            x, w, lhs_scale=None, rhs_scale=None, preferred_element_type=x.dtype
-        ),
-        A, W,
-    ),
-)  # fmt: skip
-
-
-@functools.cache
-def exported():
-    return jax.export.export(jax.jit(jnp.sin))(jax.ShapeDtypeStruct((2, 3), "float32"))
-
-
-only_in("closed_call", "0.10")
-only_in("eval_jaxpr", "0.11", "0.12")
-only_in("call_hi_primitive", "0.11", "0.12")
+)
 
 ON_DEVICES = np.tile(LINE[:4], (8, 1))
 
@@ -184,10 +142,6 @@ def struct(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def callback(kind):
-    return lambda x: kind(np.sin, struct(x), x)
-
-
 def with_ref(use):
     def fn(x):
         ref = jax.new_ref(x)
@@ -197,34 +151,28 @@ def with_ref(use):
     return fn
 
 
+def swap(ref):
+    ref[0] = ref[1] * 2
+
+
 def add(ref):
     jax.ref.addupdate(ref, 0, ref[1])
 
 
 rows(
     OPAQUE,
-    "what is outside of the program sees float32",
+    # What is outside of the program sees float32.
     pure_callback=(
         lambda x: jax.pure_callback(np.sin, struct(x), x, vmap_method="sequential"),
         A,
     ),
-    io_callback=(callback(jax.experimental.io_callback), A),
     debug_callback=(lambda x: jax.debug.callback(lambda x: None, x), A),
-    debug_print=(lambda x: jax.debug.print("{}", x), A),
-    create_token=(lambda x: (x, lax.create_token())[0], A),
-    after_all=(lambda x: (x, lax.after_all(lax.create_token()))[0], A),
-    ffi_call=(lambda x: jax.ffi.ffi_call("a", struct(x))(x), A),
-)
-rows(
-    OPAQUE,
-    "the memory behind a reference has one dtype",
+    # The memory behind a reference has one dtype.
     new_ref=(with_ref(lambda ref: None), A),
     freeze=(with_ref(lambda ref: ref[0]), A),
     get=(with_ref(lambda ref: ref[0]), A),
     swap=(with_ref(swap), A),
     addupdate=(with_ref(add), A),
-    empty_ref=(lambda x: jax.freeze(jax.empty_ref(jax.typeof(x))), A),
-    free_ref=(lambda x: jax.free_ref(jax.new_ref(x)), A),
 )
 
 # --- devices -------------------------------------------------------------------------
@@ -236,9 +184,9 @@ to_varying, to_reduced, to_unreduced = (
 )
 
 
+ragged = np.ones(8, np.int32)
 rows(
     SUM,
-    "a sum over devices, or on its way to be one",
     psum=over(lambda x: lax.psum(x, "data"), check_vma=False),
     psum_invariant=to_one(lambda x: lax.psum(x, "data")),
     reduce_scatter=of_one(lambda x: lax.psum_scatter(x, "data", scatter_dimension=0)),
@@ -251,7 +199,6 @@ rows(
 )
 rows(
     MOVE,
-    "moves or chooses between devices",
     all_gather=over(lambda x: lax.all_gather(x, "data")),
     all_to_all=over(lambda x: lax.all_to_all(jnp.tile(x, 2), "data", 1, 0, tiled=True)),
     ppermute=over(lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)])),
@@ -265,11 +212,7 @@ rows(
         ),
         A,
     ),
-)
-ragged = np.ones(8, np.int32)
-rows(
-    MOVE,
-    "moves or chooses between devices, experimental",
+    # Experimental.
     all_gather_invariant=to_one(lambda x: lax.all_gather(x, "data", to="invarying")),
     all_gather_reduced=over(
         lambda x: to_varying(lax.all_gather(x, "data", to="reduced"))
@@ -291,67 +234,49 @@ rows(
 )
 rows(
     OPAQUE,
-    "numbers of devices and platforms",
     platform_index=(
         lambda x: lax.platform_dependent(x, cpu=jnp.exp, default=jnp.log),
         A,
     ),
-    axis_index=over(lambda x: lax.axis_index("data")[None]),
 )
 
 ROWS["reduced_vary_cast_p"] = ROWS["reduced_vary_cast"]  # so JAX 0.10 and 0.11 say
 
 # --- what has no row -----------------------------------------------------------------
 
-WITHOUT_ROW = {  # the reason: names and patterns
-    "the asynchronous collectives have no public function yet": "*_start *_done",
-    "stands in lowered programs only, where another primitive is in the jaxpr": (
-        """eq_to lt_to geqp3 philox?x32 threefry4x32 iota_2x32_shape scaled_matmul
-        csr_spm? empty2 select_and_scatter dimension_size shape_assertion
-        dim_as_value"""
-    ),
-    "is sparse: no row of the rewriter's table, as those of two that have rows here": (
-        "bcoo_[!d]* bcoo_dot_general_sampled bcsr_* coo_* csr_[!s]* spsolve"
-    ),
-    "is new in JAX 0.12, and moves between devices or layouts": (
-        "unreduced_pmax unreduced_pmin relayout"
-    ),
-    "is experimental or new: none of the rewriter's table, as the opaque ones here": (
-        """program_order xla_metadata_call fused_call scaled_matmul_wrapper check
-        symmetric_product psend precv inspect_sharding dce_sink vary_unreduced_cast*"""
-    ),
-    "needs cuDNN while it is traced": "dot_product_attention_* cudnn_fusion rnn_?wd",
-    "JAX binds it inside of its transformations and leaves it in no jaxpr": (
-        """custom_lin call_hi_primitive_linearized unreachable zeros_like
-        custom_jvp_call_jaxpr stage"""
-    ),
-    "moves data between processes, outside of programs": (
-        "host_local_array_to_global_array global_array_to_host_local_array"
-    ),
-    "checks keys, and is in no program": "consume assert_consumed_value",
-    "private, without a public function": (
-        """with_memory_space_constraint call to_edtype from_edtype tie pin unpin
-        create_linear broadcast_to accum_grad_in_ref box_get box_set new_box log_extend
-        log_read new_log"""
-    ),
-}
+# The rewriter has no row for these either: they run as written, as those of their kind
+# that have rows here.
+AS_WRITTEN = """
+    reduce_window nextafter population_count clz mulhi reduce_xor conj random_[!bg]*
+    rng_* empty threefry2x32 lu_pivots_to_permutation todense remat_opt call_exported
+    run_state call_hi_primitive scaled_dot io_callback debug_print create_token
+    after_all ffi_call empty_ref free_ref axis_index program_order xla_metadata_call
+    fused_call scaled_matmul_wrapper check symmetric_product psend precv
+    inspect_sharding dce_sink vary_unreduced_cast*
+    bcoo_[!d]* bcoo_dot_general_sampled bcsr_* coo_* csr_[!s]* csr_spm? spsolve
+    """
+# No public function gives these in the jaxpr of a program, in each version of JAX.
+WITHOUT_FUNCTION = """
+    *_start *_done le_to eq_to lt_to geqp3 philox?x32 threefry4x32 iota_2x32_shape
+    scaled_matmul empty2 select_and_scatter dimension_size shape_assertion dim_as_value
+    unreduced_pmax unreduced_pmin relayout dot_product_attention_* cudnn_fusion rnn_?wd
+    custom_lin call_hi_primitive_linearized unreachable zeros_like
+    custom_jvp_call_jaxpr stage host_local_array_to_global_array
+    global_array_to_host_local_array consume assert_consumed_value
+    with_memory_space_constraint call to_edtype from_edtype tie pin unpin create_linear
+    broadcast_to accum_grad_in_ref box_get box_set new_box log_extend log_read new_log
+    """
 
 
-def has_no_row(name: str) -> bool:
-    patterns = " ".join(WITHOUT_ROW.values()).split()
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+def is_in(name: str, patterns: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split())
 
 
 # They have a row, but are not in each version of JAX.
 OTHER_VERSIONS = set(
     """log2 one_minus_square pbroadcast_dynamic polynomial reduced_vary_cast
-    reduced_vary_cast_p xla_metadata_value closed_call""".split()
+    reduced_vary_cast_p xla_metadata_value closed_call eval_jaxpr""".split()
 )
-# Traced, but not run: there is no kernel for the CPU,
-NOT_RUN = set(
-    """ffi_call pbroadcast pbroadcast_dynamic ragged_all_to_all """
-    # ... it needs a mesh around the program,
-    """reshard """
-    # ... or it gives other numbers each time.
-    """rng_uniform empty empty_ref""".split()
-)
+# Traced, but not run: there is no kernel for the CPU, or it needs a mesh around the
+# program.
+NOT_RUN = {"pbroadcast", "pbroadcast_dynamic", "ragged_all_to_all", "reshard"}

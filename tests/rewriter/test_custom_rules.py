@@ -2,17 +2,281 @@
 
 import functools
 import itertools
+import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
-from _programs import normal, over_devices, with_vjp
+from _programs import DERIVATIVES, normal, over_devices, with_vjp
 from flax_amp import amp
-from helpers import dtypes_of, relative_error, rewritten_in_float32
+from helpers import (
+    HALVES,
+    MATMULS,
+    dtypes_of,
+    equations,
+    relative_error,
+    rewritten_in_float32,
+)
+
+# --- every setting: `amp` does what plain JAX does ------------------------------------
+
+# Some of all combinations run, in which every two settings meet.
+SETTINGS = (
+    ("vjp", "jvp"),  # the rule
+    # The constant is not what the function computes: its tracer would be dead.
+    ("none", "numpy", "jnp"),
+    ("all", "some", "none"),  # perturbed
+    (False, True),  # is an integer among the operands and the results?
+    (False, True),  # nondiff_argnums
+    ("plain", "jit", "scan", "vmap", "checkpoint"),
+    ("grad", "jvp", "grad of grad", "jvp of grad"),
+)
+CASES = list(itertools.product(*SETTINGS))
+
+
+def pairs_of(case):
+    return set(itertools.combinations(enumerate(case), 2))
+
+
+def covering(cases):
+    """Some of the cases, in which every pair of settings is that the cases have."""
+    missing, draw = set().union(*map(pairs_of, cases)), random.Random(0)
+    while missing:
+        some = draw.sample(cases, min(100, len(cases)))
+        case = max(some, key=lambda case: len(pairs_of(case) & missing))
+        if pairs_of(case) & missing:
+            missing -= pairs_of(case)
+            yield case
+
+
+TABLE = np.linspace(0.5, 1.5, 9, dtype=np.float32).reshape(3, 3)
+TABLES = {
+    "none": np.eye(3, dtype=np.float32),
+    "numpy": TABLE,
+    "jnp": jnp.asarray(TABLE),
+}
+X = jnp.linspace(0.1, 0.9, 9).reshape(3, 3)
+# What JAX says of a derivative with respect to what a rule closes over, early or late,
+# and of forward mode.
+ERRORS = {"CustomVJPException", "UnexpectedTracerError", "TypeError"}
+
+
+def make_rule(kind, table, integer, nondiff):
+    """A function `(x, y, n, scale) -> (result, integer)` whose derivative is wrong.
+
+    It is twice the truth in `x`.
+    """
+    argnums = (3,) if nondiff else ()
+
+    def fun(x, y, n, scale):
+        out = jnp.sin(x) @ table * y * scale + (n if integer else 0)
+        return out, (n + 1 if integer else 0.5 * y)
+
+    def jvp(*args):
+        *static, primals, tangents = args
+        function = lambda x, y: fun(x, y, *primals[2:], *static)  # noqa: E731
+        return jax.jvp(function, primals[:2], (2 * tangents[0], tangents[1]))
+
+    def forward(*args):
+        return fun(*args), args
+
+    def backward(*args):
+        (x, y, *others), cts = args[-2:]
+        gx, gy = jax.vjp(lambda x, y: fun(x, y, *others), x, y)[1](cts)
+        return (2 * gx, gy, None) if nondiff else (2 * gx, gy, None, None)
+
+    if kind == "jvp":
+        rule = jax.custom_jvp(fun, nondiff_argnums=argnums)
+        rule.defjvp(jvp)
+    else:
+        rule = jax.custom_vjp(fun, nondiff_argnums=argnums)
+        rule.defvjp(forward, backward)
+    return rule
+
+
+def in_scan(call):
+    def calls(x, y):
+        step = lambda c, _: (c + 0.1 * call(c, y)[0], call(c, y))  # noqa: E731
+        return lax.scan(step, x, None, 2)[1]
+
+    return calls
+
+
+WITHIN = {
+    "plain": lambda call: call,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda call: lambda x, y: jax.vmap(call)(x[None], y[None]),
+    "scan": in_scan,
+}
+
+
+def make_program(rule, constant, perturbed, integer, nondiff, within, mode):
+    """A scalar function of `p` around a call of a rule; `q` is its data."""
+    del mode
+    table = TABLES[constant]
+
+    def program(p, q):
+        function = make_rule(rule, table, integer, nondiff)
+        x, y = {"all": (p, p * 2), "some": (p, q), "none": (q, q * 2)}[perturbed]
+
+        def call(x, y):
+            return function(x, y, jnp.arange(3)[None], 0.7)
+
+        out, second = WITHIN[within](call)(x, y)
+        out = out.reshape(-1, 3, 3).sum(0)
+        return (out * p).sum() + second.sum()
+
+    return program
+
+
+def result_of(program, mode):
+    """The value of a derivative, or the name of its error; without compiling it."""
+    function = DERIVATIVES[mode](lambda p: program(p, X[::-1]))
+    try:
+        closed = jax.make_jaxpr(function)(X)
+        with jax.disable_jit():
+            return [np.asarray(x) for x in jaxpr_as_fun(closed)(X)]
+    except Exception as error:
+        return type(error).__name__
+
+
+def test_amp_does_what_plain_jax_does():
+    """Values, and where JAX refuses an error as well."""
+    for case in covering(CASES):
+        program, mode = make_program(*case), case[-1]
+        expected = result_of(program, mode)
+        actual = result_of(rewritten_in_float32(program), mode)
+        if isinstance(expected, str):
+            # Of two errors, either may come first.
+            assert {actual, expected} <= ERRORS, (case, actual, expected)
+        else:
+            assert not isinstance(actual, str), (case, actual)
+            np.testing.assert_allclose(actual, expected, 1e-6, 1e-6, err_msg=str(case))
+
+
+def test_matmuls_of_rules_run_in_the_compute_dtype():
+    """Forward and backward, in the function and in its rule, and to second order."""
+    cases = [c for c in CASES if c[1] != "jnp" and c[2:5] == ("all", True, False)]
+    for case, dtype in zip(covering(cases), itertools.cycle(HALVES), strict=False):
+        program, mode = make_program(*case), case[-1]
+        lowered = amp(program, compute_dtype=dtype)
+        try:
+            run = DERIVATIVES[mode](lambda p, f=lowered: f(p, X))
+            jaxpr = jax.make_jaxpr(run)(X)
+        except Exception as error:
+            assert type(error).__name__ in ERRORS, case
+            continue
+        products = [e for _, e in equations(jaxpr) if e.primitive.name in MATMULS]
+        found = {str(v.aval.dtype) for e in products for v in e.invars}
+        assert found == {dtype.__name__}, (case, found)
+
+
+def recording(symbolic_zeros):
+    """Returns `2 x`; the "gradient" of the statistic is its new value, as in fp8."""
+    record = jax.custom_vjp(lambda x, stat: 2 * x)
+
+    def forward(x, stat):
+        x = x.value if symbolic_zeros else x
+        return 2 * x, jnp.abs(x).max()
+
+    record.defvjp(forward, lambda res, _: (None, res), symbolic_zeros=symbolic_zeros)
+    return record
+
+
+ignoring = jax.custom_vjp(lambda x, q: x * 1.0)
+ignoring.defvjp(lambda x, q: (x * 1.0, None), lambda _, ct: (ct, None))
+AROUND = {
+    "call": lambda f: f,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda p: lax.scan(lambda c, _: (c, f(p)), 0.0, None, 2)[1].sum(),
+}
+
+
+@pytest.mark.parametrize("symbolic_zeros", [False, True])
+@pytest.mark.parametrize("name", AROUND)
+def test_a_rule_runs_although_its_cotangents_are_zero(name, symbolic_zeros):
+    """As in plain JAX: a statistic that the rule returns as a gradient arrives."""
+    record = recording(symbolic_zeros)
+    p = {"w": jnp.float32(1.5), "stat": jnp.float32(0)}
+    loss = AROUND[name](lambda p: ignoring(h := X * p["w"], record(h, p["stat"])).sum())
+    expected = jax.grad(loss)(p)
+    assert expected["stat"] != 0
+    for dtype, tolerance in ((jnp.float32, 1e-6), (jnp.float16, 2e-2)):
+        found = jax.grad(amp(loss, compute_dtype=dtype))(p)
+        for key in p:
+            np.testing.assert_allclose(found[key], expected[key], rtol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:amp. no matrix product")
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+def test_a_jvp_rule_that_asks_what_is_perturbed(around):
+    """It runs as written, in float32, with what it closes over."""
+    table = jnp.asarray(TABLE)
+    f = jax.custom_jvp(lambda x, y: jnp.sin(x) @ table * y)
+
+    def rule(primals, tangents):
+        assert type(tangents[1]) is SymbolicZero
+        return f(*primals), 2 * tangents[0] @ table
+
+    f.defjvp(rule, symbolic_zeros=True)
+    loss = lambda x: around(f)(x, X[::-1]).sum()  # noqa: E731
+    gradients = [jax.jit(jax.grad(fn))(X) for fn in (amp(loss), loss)]
+    np.testing.assert_array_equal(*gradients)
+
+
+tapped = jax.custom_vjp(lambda x, ref: x)
+
+
+def write(ref, cotangent):
+    ref[...] = jnp.sum(cotangent**2)
+    return cotangent, None
+
+
+tapped.defvjp(lambda x, ref: (x, ref), write)
+scaled = jax.custom_vjp(lambda x, ref: x * ref[...])
+scaled.defvjp(lambda x, ref: (x * ref[...], ref[...]), lambda s, ct: (ct * s, None))
+
+
+@pytest.mark.parametrize("rule", [tapped, scaled], ids=["writes", "reads"])
+def test_a_rule_may_take_a_ref(rule):
+    """It is left as it is, and what stands around it is rewritten."""
+
+    def loss(w, ref):
+        call = lambda c, _: (rule(jnp.tanh(c @ w), ref), None)  # noqa: E731
+        return jnp.sum(jnp.sin(lax.scan(call, call(w, None)[0], None, 2)[0]))
+
+    def run(function):
+        ref = jax.new_ref(jnp.float32(3))
+        return jax.jit(jax.grad(function))(X / 4, ref), ref[...]
+
+    expected = run(loss)
+    for dtype, rtol in ((jnp.float32, 1e-6), (jnp.float16, 2e-2)):
+        found = run(amp(loss, compute_dtype=dtype))
+        jax.tree.map(
+            lambda *xs, r=rtol: np.testing.assert_allclose(*xs, r), found, expected
+        )
+
+
+def test_one_jitted_call_under_changing_perturbation():
+    """Residuals fit the backward function, whatever was differentiated before."""
+    program = make_program("vjp", "jnp", "some", False, False, "plain", "grad")
+    run, plain = jax.jit(rewritten_in_float32(program)), jax.jit(program)
+    for argnums in (0, 1, 0):
+        for derivative in (jax.grad, lambda f, i: jax.jit(jax.grad(f, i))):
+            actual, expected = (
+                derivative(f, argnums)(X, X[::-1]) for f in (run, plain)
+            )
+            np.testing.assert_allclose(actual, expected, 1e-6, 1e-6)
+
+
+# --- errors, precision, how often rules are traced ------------------------------------
 
 
 def test_an_error_of_a_rule_is_its_own():
@@ -67,43 +331,23 @@ def test_an_eager_shard_map():
     assert relative_error(gradient(rewritten_in_float32(fn)), gradient(fn)) < 1e-5
 
 
-def test_rules_of_a_user_are_traced_for_each_call():
-    """As often as in plain JAX, also where the calls are equal."""
-    w, x = jnp.eye(4) * 0.9, jnp.ones((2, 4))
-
-    def gradient(transform):
-        count = functools.partial(next, itertools.count(1.0))
-        f = jax.custom_vjp(jnp.sin)
-        f.defvjp(lambda x: (x * count(), None), lambda _, ct: (ct * count(),))
-
-        def loss(w, x):
-            for _ in range(8):
-                x = f(x @ w)
-            return x.sum()
-
-        return jax.jit(jax.grad(transform(loss), argnums=(0, 1)))(w, x)
-
-    lowered = gradient(rewritten_in_float32)
-    jax.tree.map(np.testing.assert_allclose, lowered, gradient(jax.jit))
-
-
 # --- rules that close over what was computed under `amp` ------------------------------
 
-W, X = normal(0, 4, 4), normal(1, 3, 4)
+W, DATA = normal(0, 4, 4), normal(1, 3, 4)
 
 
 def with_rule(kind, body):
     """A loss whose rule reads `h`, which the loss computed, and a number."""
 
     def loss(w):
-        h, two = lax.stop_gradient(jnp.tanh(X @ w)), jnp.float32(2)
+        h, two = lax.stop_gradient(jnp.tanh(DATA @ w)), jnp.float32(2)
         if kind == "vjp":
             f = jax.custom_vjp(body)
             f.defvjp(lambda y: (f(y), jnp.cos(y)), lambda r, g: (g * r * two * h,))
         else:
             f = jax.custom_jvp(body)
             f.defjvp(lambda p, t: (f(p[0]), t[0] * h * two))
-        return (f(X @ w) @ w).sum()
+        return (f(DATA @ w) @ w).sum()
 
     return loss
 
@@ -132,10 +376,10 @@ def test_what_it_closes_over_has_no_derivative(body):
     """Plain JAX raises errors of several kinds."""
 
     def loss(w):
-        h = jnp.tanh(X @ w)
+        h = jnp.tanh(DATA @ w)
         f = jax.custom_vjp(BODIES[body])
         f.defvjp(lambda y: (f(y), None), lambda _, g: (g * h,))
-        return (f(X @ w) @ w).sum()
+        return (f(DATA @ w) @ w).sum()
 
     with pytest.raises(TypeError, match="closes over a value that is differentiated"):
         jax.grad(amp(loss))(W)
@@ -148,11 +392,11 @@ def test_beside_a_value_of_the_function_around_amp():
     def gradient(transform):
         def run(w, limit):
             def loss(w):
-                h = jax.lax.stop_gradient(jnp.tanh(X @ w))
+                h = jax.lax.stop_gradient(jnp.tanh(DATA @ w))
                 f = jax.custom_vjp(lambda y: y @ jnp.eye(4))
                 bounded = lambda _, g: (jnp.clip(g * h, -limit, limit),)  # noqa: E731
                 f.defvjp(lambda y: (f(y), None), bounded)
-                return (f(X @ w) @ w).sum()
+                return (f(DATA @ w) @ w).sum()
 
             return jax.grad(transform(loss))(w)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from _programs import norm, normal
+from _programs import layer, norm, normal
 from flax_amp import amp
 from helpers import (
     HALVES,
@@ -25,10 +25,6 @@ from helpers import (
 ROWS, SIZE = 4, 8
 W, X = normal(0, SIZE, SIZE) / np.sqrt(SIZE), normal(1, ROWS, SIZE)
 STACK = jnp.stack([W, -W, W])
-
-
-def layer(w, x):
-    return jnp.tanh(x @ w)
 
 
 def carries(fn, *args, primitive="scan"):

@@ -11,7 +11,6 @@ from flax import nnx
 from jax import lax
 from jax.extend import source_info_util
 
-from _transformer import bfloat16
 from flax_amp import AmpTrainState, amp, make_nnx_train_step, make_train_step
 from helpers import equations, rewritten_in_float32
 
@@ -163,7 +162,7 @@ def last_line(error):
 
 @pytest.mark.parametrize(
     "jit, lower",
-    [(jax.jit, bfloat16), (lambda fn: fn, rewritten_in_float32)],
+    [(jax.jit, amp), (lambda fn: fn, rewritten_in_float32)],
     ids=["jit", "eager"],
 )
 @pytest.mark.parametrize("fn, line", CASES.values(), ids=CASES)
@@ -181,7 +180,7 @@ def everything(w, x):
 
 def test_rewritten_equations_have_the_lines_of_the_user():
     """In the jaxpr and in what XLA gets."""
-    traced = jax.jit(jax.grad(bfloat16(everything))).trace(W, X)
+    traced = jax.jit(jax.grad(amp(everything))).trace(W, X)
     found = equations(traced.jaxpr)
     lines = {source_info_util.summarize(eqn.source_info) for _, eqn in found}
     assert len(lines) > 5

@@ -9,21 +9,18 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from _programs import FIRST_ORDER, again, loss_of, norm, normal, squares
-from _transformer import (
-    CONTEXTS,
-    MODES,
-    bfloat16,
-    block,
-    inputs,
-    keeps,
-    layer,
-    scanned,
-    unrolled,
-    weights,
+from _programs import (
+    FIRST_ORDER,
+    again,
+    loss_of,
+    norm,
+    normal,
+    over_devices,
+    squares,
 )
-from flax_amp import AmpTrainState, make_eval_step
+from flax_amp import AmpTrainState, amp, make_eval_step
 from flax_amp._rewriter.stored import EVERYWHERE, NOWHERE, ON_GPU, mark_stored, stored_p
 from helpers import (
     MATMULS,
@@ -34,6 +31,67 @@ from helpers import (
     jit,
     relative_error,
 )
+
+# --- a small transformer, in every context -------------------------------------------
+
+MODES = (False, True)  # of `recompute`
+SIZE, LENGTH, BATCH = 8, 4, 8
+
+
+def block(p, x):
+    """A pre-norm transformer block."""
+    q, k, v = jnp.split(norm(x) @ p["qkv"], 3, axis=-1)
+    x = x + jax.nn.softmax(q @ k.mT) @ v @ p["out"]
+    return x + jax.nn.gelu(norm(x) @ p["up"] + p["bias"][None, None]) @ p["down"]
+
+
+def weights(layers=2, size=SIZE):
+    """The weights of the blocks, stacked."""
+    square = normal(0, layers, 4 * size, size) * 0.3
+    return {
+        "qkv": square[:, : 3 * size].mT,
+        "out": square[:, 3 * size :],
+        "up": square.mT,
+        "bias": square[..., 0],
+        "down": square[:, ::-1],
+    }
+
+
+def inputs(batch=BATCH, length=LENGTH, size=SIZE):
+    return normal(7, batch, length, size)
+
+
+def layer(p, i):
+    return jax.tree.map(lambda w: w[i], p)
+
+
+def unrolled(p, x, body=block):
+    for i in range(len(p["bias"])):
+        x = body(layer(p, i), x)
+    return jnp.mean(x**2)
+
+
+def scanned(p, x):
+    return jnp.mean(lax.scan(lambda x, p: (block(p, x), None), x, p)[0] ** 2)
+
+
+def sharded(p, x):
+    run = over_devices(lambda p, x: block(layer(p, 0), x), (P(), P("data")))
+    return jnp.mean(run(p, x) ** 2)
+
+
+CONTEXTS = {
+    "straight": unrolled,
+    "scan": scanned,
+    "jit": lambda p, x: unrolled(p, x, jax.jit(block)),
+    "shard_map": sharded,
+}
+
+
+def keeps(fn, *args):
+    """The marks of what is stored."""
+    return equations_of(fn, *args, primitive="flax_amp_stored")
+
 
 W, X = weights()["out"][0], inputs()[0]
 
@@ -46,7 +104,7 @@ def test_nothing_expensive_twice():
         return scanned(p, jnp.where(keep_mask, x / 0.5, 0))
 
     def found(mode):
-        grad = jax.grad(bfloat16(dropout, recompute=mode))
+        grad = jax.grad(amp(dropout, recompute=mode))
         names = (*MATMULS, "random_bits", "threefry2x32", "random_wrap")
         eqns = equations_of(grad, weights(), inputs(), primitive=names)
         return collections.Counter(eqn.primitive.name for eqn in eqns)
@@ -70,7 +128,7 @@ def test_effects_run_once_and_in_order():
         call(4, w)  # which needs nothing of the others
         return jnp.sum(x**2)
 
-    jax.block_until_ready(exact_jit(jax.grad(bfloat16(loss)))(W, X))
+    jax.block_until_ready(exact_jit(jax.grad(amp(loss)))(W, X))
     jax.effects_barrier()
     assert seen == [0, 1, 2, 3, 4]
 
@@ -85,7 +143,7 @@ def test_a_jitted_block_is_traced_once(count_traces):
             x = jitted(layer(p, 0), x)
         return x.sum()
 
-    jaxpr = jax.make_jaxpr(bfloat16(loss))(weights(), inputs())
+    jaxpr = jax.make_jaxpr(amp(loss))(weights(), inputs())
     calls = [e for _, e in equations(jaxpr) if e.params.get("name") == "counted"]
     # The first takes a float32 argument; how the last are read depends on what follows.
     assert len(calls) == 24
@@ -108,7 +166,7 @@ def residuals(fn, p, x):
 
 def stored_in(name, recompute):
     """The stored avals of a context; with `recompute=False` nothing is marked."""
-    fn = bfloat16(CONTEXTS[name], recompute=recompute)
+    fn = amp(CONTEXTS[name], recompute=recompute)
     args = weights(2, LARGE["size"]), inputs(**LARGE)
     assert bool(keeps(fn, *args)) == recompute
     return residuals(fn, *args)
@@ -139,7 +197,7 @@ def test_a_relu_is_stored_once():
         return jnp.mean(x @ stack[0])
 
     stack, x = normal(3, 3, 8, 8), normal(4, 16, 8)
-    found = [a for a in residuals(bfloat16(fn), stack, x) if a.shape == (16, 8)]
+    found = [a for a in residuals(amp(fn), stack, x) if a.shape == (16, 8)]
     assert [a.dtype for a in found] == [jnp.bfloat16] * 3
 
 
@@ -149,7 +207,7 @@ def test_an_evaluation_step_stores_nothing():
 
     step = make_eval_step(predict)
     state = AmpTrainState.create(params=weights(), tx=optax.sgd(0.1))
-    assert keeps(bfloat16(predict), weights(), inputs())
+    assert keeps(amp(predict), weights(), inputs())
     assert not keeps(step, state, inputs())
 
 
@@ -183,24 +241,13 @@ def test_other_dtypes(program):
     loss, results = loss_of(program), []
     with jax.enable_x64(program is doubles):
         for mode in MODES:
-            gradient = jax.value_and_grad(bfloat16(loss, recompute=mode), (0, 1))
+            gradient = jax.value_and_grad(amp(loss, recompute=mode), (0, 1))
             results.append(exact_jit(gradient)(*ARGS))
         assert_same_avals(
             results[0], jax.eval_shape(jax.value_and_grad(loss, (0, 1)), *ARGS)
         )
     never, found = results
     assert relative_error(found, never) < 1e-5
-
-
-def test_linear_functions_are_transposed():
-    """`jax.linear_transpose` of a transformed linear function, as of the plain one."""
-    w, x = jnp.eye(4) / 2 + 0.25, jnp.arange(8.0).reshape(2, 4)
-    layer = jax.checkpoint(lambda x: (x @ w) @ w * 2)
-    f = lambda x: jax.jit(lambda x: jnp.concatenate([layer(x), x]))(x * 2)  # noqa: E731
-    (actual,) = jax.linear_transpose(bfloat16(f), x)(f(x))
-    (expected,) = jax.linear_transpose(f, x)(f(x))
-    assert actual.dtype == jnp.float32
-    assert relative_error(actual, expected) < 1e-2
 
 
 def test_a_callback_runs_once():
@@ -217,7 +264,7 @@ def test_a_callback_runs_once():
     called = jax.custom_jvp(identity)
     called.defjvp(lambda p, t: (called(*p), jnp.cos(p[0]) * t[0]))
     fn = lambda a: lax.cond(a.sum() > -1e9, called, jnp.sin, a)  # noqa: E731
-    grad = jax.grad(bfloat16(lambda w: jnp.mean(jnp.tanh(fn(w @ w)) @ w)))
+    grad = jax.grad(amp(lambda w: jnp.mean(jnp.tanh(fn(w @ w)) @ w)))
     jax.block_until_ready(jax.jit(grad)(W))
     assert len(calls) == 1
 
@@ -300,7 +347,7 @@ def test_barriers_of_a_marked_value(platforms):
 def test_barriers_of_a_model(loss, recompute):
     """On accelerators in straight code; none in loops and in forward passes."""
     args = weights(), inputs()
-    fn = bfloat16(loss, recompute=recompute)
+    fn = amp(loss, recompute=recompute)
     assert not any(barriers(fn, *args).values())
     found = {p for p, count in barriers(jax.grad(fn), *args).items() if count}
     is_straight = recompute and loss is unrolled

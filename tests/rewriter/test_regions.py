@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from _programs import WITHIN, norm, normal, over_devices, with_jvp, with_vjp
+from _programs import WITHIN, layer, norm, normal, over_devices, with_jvp, with_vjp
 from benchmarks.matmuls import exact_matmuls
 from flax_amp import amp, explain
 from helpers import HALVES, MATMULS, equations, equations_of, jit, relative_error
@@ -30,17 +30,13 @@ def rounded(x):
 rounded.defvjp(lambda x: (rounded(x), None), lambda _, ct: (ct,))
 
 
-def dense(x, w):
-    return jnp.tanh(x @ w)
-
-
-by_vjp, by_jvp = with_vjp(dense), with_jvp(dense)
+by_vjp, by_jvp = with_vjp(layer), with_jvp(layer)
 LAYERS = {  # from the results of all former layers, and a weight
-    "residual": lambda xs, w: xs[-1] + dense(xs[-1], w),
-    "straight through": lambda xs, w: dense(rounded(xs[-1]), rounded(w)),
-    "custom_vjp": lambda xs, w: by_vjp(xs[-1], w),
-    "custom_jvp": lambda xs, w: by_jvp(xs[-1], w),
-    "sum over all former layers": lambda xs, w: dense(sum(xs), w),
+    "residual": lambda xs, w: xs[-1] + layer(w, xs[-1]),
+    "straight through": lambda xs, w: layer(rounded(w), rounded(xs[-1])),
+    "custom_vjp": lambda xs, w: by_vjp(w, xs[-1]),
+    "custom_jvp": lambda xs, w: by_jvp(w, xs[-1]),
+    "sum over all former layers": lambda xs, w: layer(w, sum(xs)),
 }
 
 

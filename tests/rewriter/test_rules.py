@@ -1,18 +1,17 @@
 """Structured primitives: what is inside them is rewritten, and nothing else changes."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec as P
 
-from _programs import batched, squares
-from _structured import CASES, POLICIES, arguments, differentiate, layer, scan, sharded
+from _programs import DERIVATIVES, WITHIN, W, X, layer, over_devices, squares
 from flax_amp import amp
 from helpers import (
     HALVES,
@@ -21,33 +20,12 @@ from helpers import (
     assert_same_avals,
     dtypes_of,
     equations_of,
-    jit,
     relative_error,
     rewritten_in_float32,
     run_all,
 )
 
-# --- matmuls, values and gradients ---------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_matmuls_inside_are_low(name):
-    """Every matmul is in the compute dtype, forward and backward, and right."""
-    case, args, dtype = CASES[name], arguments(), HALVES[len(name) % 2]
-    lowered = amp(case.fn, compute_dtype=dtype)
-    assert_all_in(lowered, *args, dtype=dtype, count=case.forward)
-    assert_same_avals(jax.eval_shape(lowered, *args), jax.eval_shape(case.fn, *args))
-    whole = differentiate(lowered, case.both)
-    original = differentiate(case.fn, case.both)
-    count = case.both or len(dtypes_of(original, *args))
-    assert len(dtypes_of(original, *args)) == count
-    assert_all_in(whole, *args, dtype=dtype, count=count)
-    value, grads = jit(whole)(*args)
-    assert_same_avals((value, grads), jax.eval_shape(original, *args))
-    with jax.enable_x64(True):
-        expected, expected_grads = jit(original)(*arguments(np.float64))
-    assert_close(value, expected, dtype)
-    assert_close(grads, expected_grads, dtype, gradient=True)
+POLICIES = jax.checkpoint_policies
 
 
 # --- what is kept --------------------------------------------------------------------
@@ -71,11 +49,12 @@ def test_parameters_are_kept():
     def fn(w, x):
         x = jax.jit(layer, donate_argnums=1, **shardings)(w, x)
         x = jax.checkpoint(layer, **options)(w, x)
-        x = scan(layer, w, x, 4, reverse=True, unroll=2)
-        return sharded(layer, check_vma=False)(w, x)
+        step = lambda x, _: (layer(w, x), None)  # noqa: E731
+        x, _ = lax.scan(step, x, length=4, reverse=True, unroll=2)
+        return over_devices(layer, (P(), P("data")), check_vma=False)(w, x)
 
     def params_of(fn, primitive):
-        found = equations_of(fn, *arguments(), primitive=primitive)
+        found = equations_of(fn, W, X, primitive=primitive)
         return [
             tuple(eqn.params[name] for name in KEEPS[primitive])
             for eqn in found
@@ -88,23 +67,27 @@ def test_parameters_are_kept():
         assert params_of(amp(fn, recompute=False), primitive) == expected
 
 
-@pytest.mark.parametrize("name", "jit scan_carry remat custom_vjp shard_map".split())
+AROUND = {name: WITHIN[name] for name in ("jit", "scan", "checkpoint", "custom_vjp")}
+AROUND["shard_map"] = lambda fn: over_devices(fn, (P(), P("data")))
+
+
+@pytest.mark.parametrize("name", AROUND)
 def test_named_scopes_survive(name):
     """In the jaxpr and, as operation names, in what XLA gets; without doubling."""
 
     def fn(w, x):
         with jax.named_scope("outer"):
-            return CASES[name].fn(w, jnp.sin(x))
+            return AROUND[name](layer)(w, jnp.sin(x))
 
     def names(fn):
-        text = jax.jit(fn).lower(*arguments()).as_text(debug_info=True)
+        text = jax.jit(fn).lower(W, X).as_text(debug_info=True)
         found = re.findall(r'"(?:([^"]*)/)?(?:dot_general|tanh|sin)"', text)
         of_jax = r"jit\([^)]*\)/?|checkpoint/?"
         return {re.sub(of_jax, "", path).strip("/") for path in found}
 
     assert any("outer" in path for path in names(fn))
     assert names(amp(fn)) == names(fn)
-    (eqn,) = equations_of(amp(fn), *arguments(), primitive="sin")
+    (eqn,) = equations_of(amp(fn), W, X, primitive="sin")
     assert str(eqn.source_info.name_stack) == "outer"
 
 
@@ -121,7 +104,7 @@ def test_platform_dependent_branches_stay_apart():
     def fn(w, x):
         return lax.platform_dependent(w, x, cpu=layer, tpu=on_tpu)
 
-    args = arguments()
+    args = W, X
     assert_all_in(jax.jit(amp(fn)), *args, dtype=jnp.bfloat16, count=2)
     assert_close(jax.jit(amp(fn))(*args), fn(*args), jnp.bfloat16)
 
@@ -133,7 +116,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:amp. no matrix product")
 
 B = jnp.arange(1.0, 4.0)
 COUNTS = jnp.arange(9.0).reshape(3, 3)
-W = 2 * jnp.eye(3) + 0.1 * (COUNTS + COUNTS.T)
+SYMMETRIC = 2 * jnp.eye(3) + 0.1 * (COUNTS + COUNTS.T)
 
 
 def _iterate(matvec, b):
@@ -144,25 +127,23 @@ def linear_solve(w):
     return lax.custom_linear_solve(lambda v: w @ v, B, _iterate, _iterate)
 
 
-DERIVATIVES = {
-    "value": lambda f: f,
-    "grad": lambda f: jax.grad(lambda w: squares(f(w))),
-    "jvp": lambda f: lambda w: jax.jvp(f, (w,), (w.T,))[1],
-    "vmap": batched,
-}
-
-
-@pytest.mark.parametrize("derivative", DERIVATIVES)
-def test_solvers(derivative):
+@pytest.mark.parametrize("name", ["value", "grad", "jvp", "vmap"])
+def test_solvers(name):
     """Matmuls run low, the vectors of the solver are float32; float32 is exact."""
-    transform, dtype = DERIVATIVES[derivative], HALVES[len(derivative) % 2]
-    run = transform(amp(linear_solve, compute_dtype=dtype))
-    in_float32 = transform(rewritten_in_float32(linear_solve))
-    expected, exact, found = run_all(transform(linear_solve), in_float32, run)(W)
-    np.testing.assert_allclose(exact, expected, 1e-5, 1e-6)
+    dtype = HALVES[len(name) % 2]
+
+    def transformed(lower):
+        solve = lower(linear_solve)
+        return DERIVATIVES[name](lambda w: squares(solve(w)))
+
+    run = transformed(functools.partial(amp, compute_dtype=dtype))
+    plain, in_float32 = map(transformed, (jax.jit, rewritten_in_float32))
+    expected, exact, found = run_all(plain, in_float32, run)(SYMMETRIC)
+    assert_close(exact, expected, jnp.float32)
     assert_close(found, expected, dtype, gradient=True)
-    assert set(dtypes_of(run, W)) == {(dtype.__name__,) * 2}
-    for eqn in equations_of(run, W, primitive=("custom_linear_solve", "while")):
+    assert set(dtypes_of(run, SYMMETRIC)) == {(dtype.__name__,) * 2}
+    loops = ("custom_linear_solve", "while")
+    for eqn in equations_of(run, SYMMETRIC, primitive=loops):
         assert {v.aval.dtype.name for v in eqn.outvars} <= {"float32", "int32"}
 
 
@@ -187,7 +168,7 @@ def test_custom_vmap():
         return lower(run)(w), over
 
     transforms = (jax.jit, rewritten_in_float32, amp)
-    expected, exact, low = (program(W, lower) for lower in transforms)
+    expected, exact, low = (program(SYMMETRIC, lower) for lower in transforms)
     assert relative_error(exact, expected) < 1e-5
     assert_close(low, expected, jnp.bfloat16, gradient=True)
 
@@ -213,7 +194,7 @@ def transpose(f):
 @pytest.mark.parametrize("fn", [from_residuals, of_layers])
 def test_linear_calls(fn, wrap):
     """The user's transpose, twice the true one, is applied; it runs as written."""
-    lowered, args = wrap(amp(fn)), (W, W.T)
+    lowered, args = wrap(amp(fn)), (SYMMETRIC, 2 * SYMMETRIC)
     actual, expected = lowered(*args), wrap(fn)(*args)
     assert_same_avals(actual, expected)
     assert relative_error(actual, expected) < 2e-2

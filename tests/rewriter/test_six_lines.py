@@ -156,7 +156,7 @@ def check(program, half):
 
 
 @settings(
-    max_examples=-(-COUNT // 10) or 60,
+    max_examples=-(-COUNT // 10) or 40,
     derandomize=not COUNT,
     database=None,
     phases=[Phase.generate, Phase.shrink],

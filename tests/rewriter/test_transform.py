@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from flax import linen as nn
+from jax import export, lax
+from jax.experimental import checkify, jet, sparse
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import flax_amp
@@ -19,8 +22,12 @@ from _programs import (
     WITHIN,
     W,
     X,
+    in_scan,
     loss_of,
+    norm,
+    normal,
     over_devices,
+    squares,
 )
 from flax_amp import amp, amp_stop, default_amp_policy
 from helpers import (
@@ -31,6 +38,7 @@ from helpers import (
     assert_same_avals,
     both_halves,
     dtypes_of,
+    exact_jit,
     relative_error,
     rewritten_in_float32,
     run_all,
@@ -48,29 +56,60 @@ def of_loss(derivative):
     return lambda fn: derivative(loss_of(fn))
 
 
-TRANSFORMS = WITHIN | {
+def in_while(fn):
+    def run(w, x):
+        zeros = jnp.zeros(jax.eval_shape(fn, w, x).shape)
+        step = lambda c: (c[0] + 1, fn(w, x))  # noqa: E731
+        return lax.while_loop(lambda c: c[0] < 2, step, (0, zeros))[1]
+
+    return run
+
+
+def in_switch(fn):
+    branches = [fn, lambda w, x: fn(-w, x)]
+    return lambda w, x: sum(lax.switch(i, branches, w, x) for i in range(2))
+
+
+SAVED = dict(policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)
+AROUND = WITHIN | {
+    "switch": in_switch,
+    "scan of checkpoint of jit": lambda fn: in_scan(
+        jax.checkpoint(jax.jit(fn), **SAVED)
+    ),
     "shard_map": in_shard_map,
     "vmap of all": lambda fn: (
         lambda w, x: jax.vmap(fn)(jnp.stack([w, -w]), x[None, :].repeat(2, 0))
     ),
-    "value_and_grad": lambda fn: jax.value_and_grad(loss_of(fn), argnums=(0, 1)),
 }
+# Each with its backward pass, but for a loop of which the end is not known.
+TRANSFORMS = {
+    name: lambda fn, around=around: jax.value_and_grad(loss_of(around(fn)), (0, 1))
+    for name, around in AROUND.items()
+}
+TRANSFORMS["while"] = in_while
 TRANSFORMS |= {f"{name} of loss": of_loss(d) for name, d in DERIVATIVES.items()}
-PAIRS = [(program, "value_and_grad") for program in PROGRAMS if program != "attention"]
+PAIRS = [(program, "plain") for program in PROGRAMS if program != "attention"]
 PAIRS += [("attention", transform) for transform in TRANSFORMS]
 PAIRS += [("mlp", "vmap of all"), ("mlp", "vmap of grad of loss")]  # a bias
 
 
 @pytest.mark.parametrize(("program", "transform"), sorted(PAIRS))
 def test_under_and_over(program, transform):
-    """transform(amp(f)) and amp(transform(f)): avals, and nearly values, of f."""
+    """transform(amp(f)) and amp(transform(f)): avals, and nearly values, of f.
+
+    As many matmuls as in f, and each in half precision.
+    """
     fn, wrap = PROGRAMS[program], TRANSFORMS[transform]
     dtype = HALVES[len(program) % 2]
     # Second derivatives and recurrences lose a few digits more.
     is_second = transform.removesuffix(" of loss") in SECOND_ORDER
     bound = 6e-2 if is_second or dtype == jnp.bfloat16 else 1e-2
     lower = functools.partial(amp, compute_dtype=dtype)
-    expected, *found = run_all(wrap(fn), wrap(lower(fn)), lower(wrap(fn)))(W, X)
+    functions = wrap(fn), wrap(lower(fn)), lower(wrap(fn))
+    count = len(dtypes_of(functions[0], W, X))
+    for lowered in functions[1:]:
+        assert_all_in(lowered, W, X, dtype=dtype, count=count)
+    expected, *found = run_all(*functions)(W, X)
     for actual in found:
         assert_same_avals(actual, expected)
         assert relative_error(actual, expected) < bound
@@ -241,7 +280,7 @@ def test_amp_as_decorator():
     assert_all_in(other, W, dtype=jnp.float16, count=1)
 
 
-# --- in float32 `amp` is the identity, unless the policy asks for another dtype -------
+# --- in float32 `amp` is the identity, unless the policy asks for another dtype ------
 
 identity = functools.partial(amp, compute_dtype=jnp.float32)
 
@@ -291,3 +330,98 @@ def test_the_tests_of_the_rewriter_rewrite():
     seen = []
     rewritten_in_float32(lambda w, x: seen.append(x) or x @ w)(W, X)
     assert isinstance(seen[-1], jax.core.Tracer)
+
+
+# --- the interpreters that JAX ships, over `amp` and under it: docs/composition.md ---
+
+
+def normed_layers(w, x):
+    for _ in range(3):
+        x = jnp.tanh(norm(x @ w + x[0, 0]))
+    return jnp.mean((x @ (w * 2)) ** 3)
+
+
+def series(fn):
+    """The value and three derivatives along a line."""
+    zeros = jnp.zeros_like
+    terms = (W.T / 4, zeros(W), zeros(W)), (X[::-1] / 8, zeros(X), zeros(X))
+    return lambda w, x: jet.jet(fn, (w, x), terms)
+
+
+def in_sparse(fn):
+    def run(w, x):
+        return sparse.sparsify(fn)(sparse.BCOO.fromdense(w, nse=w.size), x)
+
+    return run
+
+
+def checked(fn):
+    def run(w, x):
+        error, out = checkify.checkify(fn, errors=checkify.float_checks)(w, x)
+        error.throw()
+        return out
+
+    return run
+
+
+def keys_checked(fn):
+    def run(w, x):
+        with jax.debug_key_reuse(True):
+            return jax.jit(fn)(w, x)
+
+    return run
+
+
+def as_function(fn):
+    return lambda *args: jaxpr_as_fun(jax.make_jaxpr(fn)(*args))(*args)[0]
+
+
+ALL = (checked, keys_checked, as_function)
+WITHOUT_RULES = (series, in_sparse)  # for a checkpoint
+
+
+@pytest.mark.parametrize("interpreter", ALL + WITHOUT_RULES)
+def test_over_amp(interpreter):
+    options = dict(recompute=False) if interpreter in WITHOUT_RULES else {}
+    actual = interpreter(amp(normed_layers, **options))(W, X)
+    assert relative_error(actual, interpreter(normed_layers)(W, X)) < 0.1
+
+
+@pytest.mark.parametrize("interpreter", [*ALL, series])
+def test_under_amp(interpreter):
+    inside = interpreter(normed_layers)
+    actual, expected = amp(inside)(W, X), inside(W, X)
+    assert relative_error(actual, expected) < 0.1
+    assert "bf16[" in str(jax.make_jaxpr(amp(inside))(W, X))
+
+
+# --- `jax.export` with symbolic shapes, for several platforms ------------------------
+
+
+def layers_and_rows(w, x):
+    """Branches, a checkpoint, and a loop of which the length is a symbol."""
+    x = lax.cond(x.sum() > 0, lambda: norm(nn.gelu(x @ w)), lambda: x)
+    x = jax.checkpoint(lambda x: norm(nn.relu(x @ w)))(x)
+    return lax.scan(lambda c, x: (c + jnp.sum(nn.silu(x @ w)), norm(x)), 0.0, x)
+
+
+def test_export():
+    """One program computes the function and its gradient at two sizes."""
+    w, lowered = normal(0, 4, 4), amp(layers_and_rows)
+
+    def both(w, x):
+        return lowered(w, x), jax.grad(lambda w: squares(lowered(w, x)))(w)
+
+    shape = *export.symbolic_shape("b, 2*s"), 4
+    args = w, jax.ShapeDtypeStruct(shape, w.dtype)
+    done = export.export(jax.jit(both), platforms=("cpu", "cuda", "tpu"))(*args)
+    done = export.deserialize(done.serialize())
+    for size in (2, 6):
+        args = w, normal(1, size, size, 4)
+        found, expected = (exact_jit(fn)(*args) for fn in (done.call, both))
+        # A compiler may add up the gradient of a bias in half or in float32.
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-5),
+            found,
+            expected,
+        )

@@ -109,15 +109,6 @@ def test_an_update_takes_more_arguments_than_its_optimizer(tx, expected):
     np.testing.assert_allclose(INTEGERS["w"] + updates["w"], expected, rtol=1e-6)
 
 
-def test_a_step_serves_every_state_of_its_optimizer(count_traces):
-    counted, traces = count_traces(lambda params, batch: (params["w"] * batch).sum())
-    step, tx = make_train_step(counted, donate=False), optax.adam(0.1)
-    states = [AmpTrainState.create(params=FLOATS, tx=tx) for _ in range(2)]
-    results = [step(state, jnp.ones(3))[0] for state in states]
-    assert traces() == 1 and step._cache_size() == 1
-    assert_identical(*results)
-
-
 def test_a_step_selects_once():
     """No leaf of parameters or optimizer goes through two selects, and none becomes
     NaN to make the optimizer skip."""

@@ -59,17 +59,14 @@ def average(x):
 KINDS = {
     "nothing": lambda x: None,
     "array": lambda x: x.sum(1),
-    "number": lambda x: 3.0,
     "tuple": lambda x: (x.mean(), [{"each": x.sum(1)}], None, Pair(x.mean(), x[0])),
     "struct": lambda x: Measured(x.mean(), x.sum(1)),
-    "numbers": lambda x: {0: x.mean(), 1: x.sum(1)},
     "tuple of metrics": lambda x: (average(x), x.mean()),
 }
 DICTS = {
     "dict": values,
     "ordered": lambda x: collections.OrderedDict(values(x)),
     "frozen": lambda x: core.FrozenDict(values(x)),
-    "no entries": lambda x: {},
     "nested": lambda x: {"of_x": {0: x.mean()}, "metric": average(x)},
 }
 OPTIONS = {"plain": {}, "accumulated and redone": {"accum_steps": 2, "redo_on_nan": 2}}

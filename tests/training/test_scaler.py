@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from _models import changed
 from _steps import linear_batch, linear_loss, linear_objects, linear_state, raised
 from flax_amp import (
     AmpOptimizer,
     DynamicScalerState,
+    _tree,
     all_finite,
     dynamic_scale_grad,
     init_scaler,
@@ -87,17 +89,6 @@ def test_random_runs_follow_the_rule(start):
         state = new
     if start["adjust_factor"] == 1:
         assert state["scaler"] == start["scaler"]
-
-
-@pytest.mark.parametrize("finite, limit", [(True, 2.0**24), (False, 2.0**-24)])
-def test_scale_never_breaks_and_never_sticks(finite, limit):
-    def step(state, finite):
-        return update_scaler(state, finite), state["scaler"]
-
-    state, scales = jax.lax.scan(step, init_scaler(patience=0), jnp.full(100, finite))
-    assert np.isfinite(scales).all() and np.isfinite(1 / np.asarray(scales)).all()
-    assert state["scaler"] == limit
-    assert update_scaler(state, not finite)["scaler"] != limit
 
 
 @pytest.mark.parametrize("broken", [0.0, np.inf, np.nan, -1.0])
@@ -196,3 +187,41 @@ def test_numbers_are_leaves(number):
     assert scale_loss(number(8.0), scaler) == 32
     assert all_finite([0, number(8.0)])
     assert not all_finite([0, number(jnp.nan)])
+
+
+# Leaf helpers, on every kind of leaf
+
+LEAVES = {
+    "float": jnp.array([-0.0, 1.5]),
+    "half": jnp.ones(2, jnp.bfloat16),
+    "int": jnp.arange(3),
+    "flag": jnp.array(True),
+    "key": jax.random.key(0),
+    "none": None,
+}
+OTHERS = LEAVES | {"float": jnp.zeros(2), "key": jax.random.key(1)}
+
+
+@pytest.mark.parametrize(
+    "tree, finite",
+    [
+        ({}, True),
+        (None, True),
+        (LEAVES | {"name": "text", "number": 1.5}, True),
+        (LEAVES | {"number": float("inf")}, False),
+        ([jnp.ones(2), jnp.array([1, jnp.nan])], False),
+        ([jnp.ones(2, jnp.bfloat16) * jnp.inf], False),
+        ([np.float16("inf")], False),
+        ([jnp.complex64(complex(0, np.nan))], False),
+    ],
+)
+def test_all_finite(tree, finite):
+    flag = _tree.all_finite(tree)
+    assert (flag.dtype, flag.shape, bool(flag)) == (jnp.bool_, (), finite)
+
+
+def test_select_keeps_every_bit():
+    for choose in (_tree.select, jax.jit(_tree.select)):
+        assert not changed(choose(True, LEAVES, OTHERS), LEAVES)
+        assert not changed(choose(False, LEAVES, OTHERS), OTHERS)
+    assert changed(LEAVES, OTHERS) == {"['float']", "['key']"}

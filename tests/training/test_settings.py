@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from _models import changed
-from _steps import arrays, assert_same_on_every_device, counting, mapped
+from _steps import EmaState, arrays, assert_same_on_every_device, counting, mapped
 from flax_amp import (
     AmpOptimizer,
     AmpTrainState,
@@ -116,14 +116,6 @@ def nnx_loss(model, batch):
     return loss, {"ratio": jnp.nan}
 
 
-class AveragingState(AmpTrainState):
-    average: jax.Array
-
-    def apply_gradients(self, *, grads, **kwargs):
-        new = super().apply_gradients(grads=grads, **kwargs)
-        return new.replace(average=(self.average + new.params["w"]) / 2)
-
-
 def first_scaler():
     return init_scaler(scaler=SCALE, patience=PATIENCE)
 
@@ -139,7 +131,7 @@ def on_state(kind, wrap=lambda step: step, tx=None, **options):
         stats = {"mean": jnp.float32(0.25), "lowest": jnp.float32(-jnp.inf)}
         params = {"w": jnp.float32(1), "zero": jnp.float32(-0.0)}
         made |= dict(params=params, variables={"stats": stats})
-        state = AveragingState.create(average=jnp.float32(0), **made)
+        state = EmaState.create(ema={"p": made["params"], "n": 0}, **made)
 
     def take(batch):
         nonlocal state
