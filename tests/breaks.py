@@ -59,8 +59,8 @@ _rewriter/primitives.py
 
 _rewriter/roles.py
   rewriter/test_custom_rules.py::test_a_rule_that_asks_for_precision_gets_it
-- if not _is_default_precision(eqn.params.get("precision")):
-+ if False:
+- if asked := asked_precision(eqn):
++ if asked := "":
   rewriter/test_transform.py::test_float64
 - if is_inexact and dtype not in (jnp.float32, self.half):
 + if False:
@@ -73,8 +73,8 @@ _rewriter/roles.py
 
 _rewriter/flow.py
   rewriter/test_recompute.py::test_a_relu_is_stored_once
-- _HELD_INSIDE = (*_HELD, *_CALLS)
-+ _HELD_INSIDE = _HELD
+- _HELD = ("custom_jvp_call", "cond", *_CALLS)
++ _HELD = ("custom_jvp_call", "cond")
   rewriter/test_hard_losses.py::test_hard_losses[from moved jit-float16]
 - passes = _is_move(node) and read_inside.isdisjoint(outvars)
 + passes = _is_move(node)
@@ -101,7 +101,7 @@ _rewriter/emit.py
 - are_biases &= all(v.aval.shape for v in others)
 + pass
   rewriter/test_flax_models.py::test_no_cast_is_in_vain
-- if node.level not in of_levels:
+- if key not in self.cast_up:
 + if True:
   rewriter/test_recompute.py::test_barriers_of_a_model
 - platforms = NOWHERE if self.emitter.in_loop else stored.platforms
@@ -119,9 +119,6 @@ _rewriter/bodies.py
   rewriter/test_regions.py::test_a_scan_adds_up_the_cotangents_of_what_it_closes_over
 - wide = emitter.cast_like(consts, eqn.invars[:start], (False,) * start)
 + wide = consts
-  rewriter/test_rules.py::test_platform_dependent_branches_stay_apart
-- if not platforms:
-+ if True:
   rewriter/test_fp8.py::test_a_policy_for_dots_saves_products_in_fp8
 - params["policy"] = PolicyOfPlainProducts(params["policy"])
 + pass

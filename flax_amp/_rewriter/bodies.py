@@ -17,7 +17,7 @@ from flax_amp._compat import Array, Arrays, Atom, Eqn, Jaxpr
 from flax_amp._rewriter.casts import rounded
 from flax_amp._rewriter.custom_derivatives import custom_jvp, custom_vjp
 from flax_amp._rewriter.emit import Emitter
-from flax_amp._rewriter.flow import Outside, ResultUses
+from flax_amp._rewriter.flow import Flags, Outside, ResultUses
 from flax_amp._rewriter.fp8 import PolicyOfPlainProducts
 from flax_amp._rewriter.primitives import bodies, is_float32
 from flax_amp._rewriter.streams import streams
@@ -77,16 +77,7 @@ def _cond(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Arr
         return tuple(emitter.cast_like(outs, eqn.outvars, outside.uses.rounded))
 
     branches = [functools.partial(branch, b) for b in eqn.params["branches"]]
-    platforms = eqn.params.get("branches_platforms")
-    if not platforms:
-        return jax.lax.switch(index, branches, *xs)
-    # The compiler for a platform must not see the branches of other platforms.
-    named = {
-        name: chosen
-        for names, chosen in zip(platforms, branches, strict=True)
-        for name in names or ("default",)
-    }
-    return jax.lax.platform_dependent(*xs, **named)
+    return jax.lax.switch(index, branches, *xs)
 
 
 # --- loops ---------------------------------------------------------------------------
@@ -137,69 +128,36 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Arr
 
 def _while(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Arrays:
     """A while loop carries float32; reverse mode does not differentiate it."""
+    emitter = emitter.replace(in_loop=True, recompute=False)
     params = eqn.params
     sizes = params["cond_nconsts"], params["body_nconsts"]
     of_cond, of_body, init = split_list(operands, *sizes)
-    of_cond_arguments, of_body_arguments, _ = split_list(outside.arguments, *sizes)
-    start = _states(emitter, init, eqn.invars[sum(sizes) :])
+    in_cond, in_body, _ = split_list(outside.arguments, *sizes)
+
+    def states(arrays: Arrays, atoms: Sequence[Atom]) -> list[Array]:
+        # The results of a body must have the types of its inputs, strong ones.
+        cast = emitter.cast_like(arrays, atoms, (False,) * len(atoms))
+        return [_compat.with_weak_type(x, False) for x in cast]
+
+    start = states(init, eqn.invars[sum(sizes) :])
+
+    def rewritten(closed: Jaxpr, consts: Arrays, are_arguments: Flags) -> Jaxpr:
+        results = _compat.open_jaxpr(closed)[0].outvars
+        flags = (*are_arguments, *(False,) * len(start))
+        of_jaxpr = Outside.in_float32(outside.context, len(results), flags)
+
+        def run(*xs: Array) -> list[Array]:
+            return states(emitter.emit(closed, xs, of_jaxpr), results)
+
+        return jax.make_jaxpr(run)(*consts, *start)
+
     # The primitive is bound: under vmap there is a condition for each example, which
     # jax.lax.while_loop does not take.
-    condition = _in_float32(emitter, params["cond_jaxpr"], outside, of_cond_arguments)
-    body = _in_float32(emitter, params["body_jaxpr"], outside, of_body_arguments)
     jaxprs = {
-        "cond_jaxpr": jax.make_jaxpr(condition)(*of_cond, *start),
-        "body_jaxpr": jax.make_jaxpr(body)(*of_body, *start),
+        "cond_jaxpr": rewritten(params["cond_jaxpr"], of_cond, in_cond),
+        "body_jaxpr": rewritten(params["body_jaxpr"], of_body, in_body),
     }
     return _compat.bind(eqn, [*of_cond, *of_body, *start], params | jaxprs)
-
-
-def _linear_solve(
-    emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
-) -> Arrays:
-    """The functions of a solver are rewritten; its vectors are the state of a loop."""
-    jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
-    *consts, vectors = split_list(operands, *lengths)
-    *are_arguments, _ = split_list(outside.arguments, *lengths)
-    state = _states(emitter, vectors, eqn.invars[sum(lengths) :])
-    rewritten = [
-        # Two of the four are absent if the user gave no `transpose_solve`.
-        closed
-        and jax.make_jaxpr(_in_float32(emitter, closed, outside, flags))(
-            *arrays, *state
-        )
-        for closed, flags, arrays in zip(jaxprs, are_arguments, consts, strict=True)
-    ]
-    params = {**eqn.params, "jaxprs": type(jaxprs)(*rewritten)}
-    flat = [x for arrays in consts for x in arrays]
-    return _compat.bind(eqn, [*flat, *state], params)
-
-
-def _in_float32(
-    emitter: Emitter, closed: Jaxpr, outside: Outside, are_arguments: Sequence[bool]
-) -> Callable[..., list[Array]]:
-    """Returns a body of a loop as a function that gives float32.
-
-    `are_arguments` tells which of its first inputs are arguments of the whole program;
-    the others are states.
-    """
-    emitter = emitter.replace(in_loop=True, recompute=False)
-    results = _compat.open_jaxpr(closed)[0].outvars
-
-    def body(*xs: Array) -> list[Array]:
-        flags = (*are_arguments, *(False,) * (len(xs) - len(are_arguments)))
-        of_body = Outside.in_float32(outside.context, len(results), flags)
-        return _states(emitter, emitter.emit(closed, xs, of_body), results)
-
-    return body
-
-
-def _states(emitter: Emitter, arrays: Arrays, atoms: Sequence[Atom]) -> list[Array]:
-    """Returns the states of a loop in the dtypes of the jaxpr, strongly typed.
-
-    The results of a body must have the types of its inputs.
-    """
-    cast = emitter.cast_like(arrays, atoms, (False,) * len(atoms))
-    return [_compat.with_weak_type(x, False) for x in cast]
 
 
 EMIT_BODIES: dict[str, Callable[..., Arrays]] = {
@@ -211,7 +169,6 @@ EMIT_BODIES: dict[str, Callable[..., Arrays]] = {
     "cond": _cond,
     "scan": _scan,
     "while": _while,
-    "custom_linear_solve": _linear_solve,
     "custom_jvp_call": custom_jvp,
     "custom_vjp_call": custom_vjp,
 }

@@ -27,11 +27,6 @@ def cast_number(value: Any, dtype: DType) -> np.ndarray:
     return np.where(is_out, np.sign(number) * largest / 2, number).astype(dtype)
 
 
-def is_exact(number: float, dtype: DType) -> bool:
-    """Whether a dtype has this very number."""
-    return float(cast_number(number, dtype)) == number
-
-
 def rounded(x: Array) -> Array:
     """Returns `x` with no more digits than its dtype has.
 
@@ -64,11 +59,10 @@ def down(x: Array, half: DType) -> Array:
 #
 #     y = spread b          cotangent of b:  collect c = sum(c in float32)
 #
-# On a GPU XLA would see that `c` was float32 before it was rounded, drop the rounding
-# (`rounded`), and write the float32 array for the sum, beside `c`. So `c` is widened
-# there by its bits, which XLA does not see through. On a TPU, where a sum of halves
-# adds up in float32 as it is, a wider one would not be fused with what made `c`. The
-# lowering decides, and a shift of bits has no derivative: so these are primitives.
+# On a GPU XLA would drop the rounding of `c` (`rounded`), and write the float32 array
+# beside `c`. So `c` is widened there by its bits. On a TPU a sum of halves adds up in
+# float32 as it is, and a wider one would not be fused with what made `c`. The lowering
+# decides, and a shift of bits has no derivative: so these are primitives.
 spread_p, collect_p = Primitive("flax_amp_spread"), Primitive("flax_amp_collect")
 
 

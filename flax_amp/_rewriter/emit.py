@@ -17,12 +17,13 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Jaxpr, Var
-from flax_amp._rewriter.casts import cast_number, down, is_exact, spread, up
+from flax_amp._rewriter.casts import cast_number, down, spread, up
 from flax_amp._rewriter.flow import HALF_ROLES, Node, Outside, Read, among
 from flax_amp._rewriter.fp8 import fp8_dot, fp8_product
 from flax_amp._rewriter.plan import Piece, Plan, Planner
 from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.primitives import (
+    Kind,
     Trait,
     has,
     is_float32,
@@ -31,7 +32,7 @@ from flax_amp._rewriter.primitives import (
     literal,
     repeats,
 )
-from flax_amp._rewriter.roles import Choice, Role
+from flax_amp._rewriter.roles import Choice
 from flax_amp._rewriter.stored import NOWHERE, is_saved, mark_stored
 from flax_amp.policy import use_fp8, with_result_dtype
 
@@ -139,8 +140,8 @@ class _Run:
     plan: Plan
     recompute: bool  # whether `jax.checkpoint` holds the equations
     arrays: dict[Read, Array]  # what has been computed
-    # What regions have cast up, by the level of the region.
-    cast_up: dict[Read, dict[int, Array]] = dataclasses.field(default_factory=dict)
+    # What regions have cast up, with the level of the region.
+    cast_up: dict[tuple[Read, int], Array] = dataclasses.field(default_factory=dict)
 
     def equation(self, node: Node) -> None:
         """Emits an equation, and writes what it gives."""
@@ -150,11 +151,6 @@ class _Run:
             emit = self._structured if node.has_product else self._plain
             operands, results, reason = emit(node)
             results = self._write(eqn, results)
-        # Outside of `jit` an array takes memory for as long as it is held.
-        for read in node.reads:
-            if read and plan.last.get(read) is node:
-                self.arrays.pop(read, None)
-                self.cast_up.pop(read, None)
         if record is not None:
             result = _what_became(eqn, plan, results)
             why = node.choice._replace(reason=reason, result=result)
@@ -164,7 +160,7 @@ class _Run:
         """Returns what an equation is bound to, what it gives, and why."""
         eqn, (role, reason, decision, *_) = node.eqn, node.choice
         half = self.emitter.half
-        if role is Role.PRODUCT and isinstance(decision.function, use_fp8):
+        if role is Kind.PRODUCT and isinstance(decision.function, use_fp8):
             in_fp8 = self._in_fp8(node)
             self.emitter.fp8[in_fp8 if isinstance(in_fp8, str) else ""] += 1
             if not isinstance(in_fp8, str):
@@ -177,7 +173,7 @@ class _Run:
             if any(map(is_float32, eqn.invars)):
                 params = with_result_dtype(params, half)
             return operands, _compat.bind(eqn, operands, params), reason
-        if role is Role.CALLED:
+        if role is Kind.CALLED:
             given = self._operands(node)
             bound, outs = call_precision_function(eqn, decision, half, given)
             known = (half, jnp.float32)  # A third dtype returns to float32.
@@ -229,7 +225,7 @@ class _Run:
             return operands, [_stored_relu(operands[0], mark)]
         stays_half = self._stays_half(node)
         if stays_half and not repeats(eqn):
-            is_addition = node.choice.role is Role.ARITHMETIC
+            is_addition = node.choice.role is Kind.ARITHMETIC
             shape = eqn.outvars[0].aval.shape if is_addition else None
             operands = self._half_operands(node, shape)
             return operands, _compat.bind(eqn, operands, eqn.params)
@@ -249,7 +245,7 @@ class _Run:
         # What a gather reads is the larger array, which is not cast up for it.
         if not has_half or not (is_read or name == "gather"):
             return False
-        if role is Role.MOVE:
+        if role is Kind.MOVE:
             if has(eqn, Trait.RANKS) or has(eqn, Trait.ILL_CONDITIONED):
                 return False
             return all(self._fits(v, eqn) for v in others)
@@ -257,7 +253,7 @@ class _Run:
         are_biases &= all(v.aval.shape for v in others)
         is_addition = name == "add" or (name == "add_any" and not others)
         is_inner = self.plan.flow.for_results.isdisjoint(eqn.outvars)
-        return role is Role.ARITHMETIC and is_addition and are_biases and is_inner
+        return role is Kind.ARITHMETIC and is_addition and are_biases and is_inner
 
     def _not_half(self, node: Node) -> tuple[list[Atom], bool]:
         """Returns the operands that are in float32, and whether another is half."""
@@ -273,7 +269,8 @@ class _Run:
         if number is None:
             is_joined = eqn.primitive.name == "concatenate"
             return is_joined and all(among([v], self.plan.arguments))
-        return not has(eqn, Trait.EXACT_LITERAL) or is_exact(number, self.emitter.half)
+        is_exact = float(cast_number(number, self.emitter.half)) == number
+        return is_exact or not has(eqn, Trait.EXACT_LITERAL)
 
     # --- operands ---
 
@@ -289,10 +286,10 @@ class _Run:
         operands = self._operands(node)
         for i, read in enumerate(node.reads):
             if read is not None and is_float32(read.v):
-                of_levels = self.cast_up.setdefault(read, {})
-                if node.level not in of_levels:
-                    of_levels[node.level] = up(operands[i], self.emitter.half)
-                operands[i] = of_levels[node.level]
+                key = read, node.level
+                if key not in self.cast_up:
+                    self.cast_up[key] = up(operands[i], self.emitter.half)
+                operands[i] = self.cast_up[key]
         return operands
 
     def _half_operands(

@@ -1,9 +1,5 @@
 """The flow of a program: its regions, and what a product reads later.
 
-Between two matmuls everything is float32; what is carried to the next one is half. A
-*region* is the arithmetic between products. It computes in float32, as written. What
-leaves a region towards another product is rounded, once, at the *border*:
-
     h = dot x w        level 0, a product; its result is half
     a = tanh h         level 1 --+
     s = sum a          level 1   |  one region
@@ -33,22 +29,20 @@ from flax_amp._rewriter.primitives import (
     Trait,
     bodies,
     has,
+    inside,
     is_float32,
     is_relu,
     kind_of,
-    walk,
 )
-from flax_amp._rewriter.roles import Choice, Chooser, Context, Role
+from flax_amp._rewriter.roles import Choice, Chooser, Context
 
 Flags = tuple[bool, ...]
 
 # These read rounded numbers, and give half precision.
-HALF_ROLES = (Role.PRODUCT, Role.HALF)
+HALF_ROLES = (Kind.PRODUCT, Kind.HALF)
 _CALLS = ("jit", "closed_call", "eval_jaxpr")
-# Without products, these do not stand apart. Nor do calls in their bodies, such as the
-# jitted `jnp.maximum` of `jax.nn.relu`.
-_HELD = ("custom_jvp_call", "cond")
-_HELD_INSIDE = (*_HELD, *_CALLS)
+# Without products, these do not stand apart.
+_HELD = ("custom_jvp_call", "cond", *_CALLS)
 
 
 class ResultUses(NamedTuple):
@@ -149,7 +143,7 @@ class Flows:
         """
         if "captured" in eqn.params:
             return True
-        if choice.role is not Role.STRUCTURED:
+        if choice.role is not Kind.STRUCTURED:
             return False
         condition = eqn.params.get("cond_jaxpr")
         all_bodies = [*bodies(eqn), *([] if condition is None else [condition])]
@@ -160,7 +154,7 @@ class Flows:
 
     @cached
     def _holds_product(self, body: Jaxpr, context: Context) -> bool:
-        changed = (*HALF_ROLES, Role.CALLED)
+        changed = (*HALF_ROLES, Kind.CALLED)
         pairs = ((eqn, self.choose(eqn, context)) for eqn in body.eqns)
         return any(
             choice.role in changed or self.has_product(eqn, choice)
@@ -181,24 +175,11 @@ class Flows:
         if eqn.primitive.name not in _CALLS:
             return False
         choice = self.choose(eqn, context)
-        if choice.role is not Role.STRUCTURED:
+        if choice.role is not Kind.STRUCTURED:
             return False
         if eqn.primitive.name != "jit":  # it has no options
             return True
-        if _compat.has_options(eqn) or self.has_product(eqn, choice):
-            return False
-        body = _compat.open_jaxpr(bodies(eqn)[0])[0]
-        return self._is_held(body, choice.body_context)
-
-    @cached
-    def _is_held(self, body: Jaxpr, context: Context) -> bool:
-        """Whether nothing in the body of a call stands apart when all is opened."""
-        return all(
-            self._may_open(eqn, context)
-            if eqn.primitive.name in _CALLS
-            else not is_apart(eqn)
-            for eqn in body.eqns
-        )
+        return not (self.has_product(eqn, choice) or is_apart(eqn))
 
     @cached
     def flow(self, closed: Jaxpr, context: Context, uses: ResultUses) -> Flow:
@@ -215,19 +196,19 @@ class Flows:
         nodes = []
         for node in reversed(found):
             invars, level = node.eqn.invars, node.level
-            reading = self._reading(node, for_products, read_inside, for_results)
+            to_products, unrounded, read, of_results = self._reading(
+                node, for_products, read_inside, for_results
+            )
             # As it was before a border it reads what is of its own region.
             reads: Reads = [
                 None
                 if isinstance(v, Literal)
                 else Read(v, is_unrounded and region[v] == level)
-                for v, is_unrounded in zip(invars, reading.unrounded, strict=True)
+                for v, is_unrounded in zip(invars, unrounded, strict=True)
             ]
-            nodes.append(
-                dataclasses.replace(node, reads=reads, uses=reading.of_results)
-            )
-            for_products.update(flagged(invars, reading.to_products))
-            own = (v for v in flagged(invars, reading.read) if region[v] == level)
+            nodes.append(dataclasses.replace(node, reads=reads, uses=of_results))
+            for_products.update(flagged(invars, to_products))
+            own = (v for v in flagged(invars, read) if region[v] == level)
             read_inside.update(own)
             passes = _is_move(node) or is_relu(node.eqn)
             if passes and not for_results.isdisjoint(node.eqn.outvars):
@@ -240,8 +221,13 @@ class Flows:
         for_products: set[Var],
         read_inside: set[Var],
         for_results: set[Var],
-    ) -> "_Reading":
-        """Returns how an equation reads its operands, by what reads its results."""
+    ) -> tuple[Flags, Flags, Flags, ResultUses | None]:
+        """Returns how an equation reads its operands, by what reads its results.
+
+        That is which of them a product reads later, which are read as they were before
+        a border, which arithmetic of their region reads, and what happens to the
+        results if a product is inside.
+        """
         eqn, outvars, count = node.eqn, node.eqn.outvars, len(node.eqn.invars)
         if node.has_product:
             rounded = tuple(v in for_products and v not in read_inside for v in outvars)
@@ -249,13 +235,13 @@ class Flows:
                 among(outvars, for_products), rounded, among(outvars, for_results)
             )
             to_products, read = self._operand_uses(eqn, node.choice, of_results)
-            return _Reading(to_products, read, read, of_results)
+            return to_products, read, read, of_results
         leads = not node.in_region or not for_products.isdisjoint(outvars)
         unrounded = (node.in_region,) * count
         # The operand of a move is read as its result is.
         passes = _is_move(node) and read_inside.isdisjoint(outvars)
         read = (False,) * count if passes else unrounded
-        return _Reading((leads,) * count, unrounded, read)
+        return (leads,) * count, unrounded, read, None
 
     def _levels(
         self, program: Program, context: Context
@@ -279,7 +265,7 @@ class Flows:
         `uses` is what happens to the results of the equation.
         """
         count = len(eqn.invars)
-        if eqn.primitive.name in ("while", "custom_linear_solve"):
+        if eqn.primitive.name == "while":
             return (True,) * count, (True,) * count
         if eqn.primitive.name == "scan":  # the next step reads what this one gives
             _, carried = _compat.scan_counts(eqn)
@@ -296,26 +282,16 @@ class Flows:
         return tuple(to_products), tuple(read_inside)
 
 
-class _Reading(NamedTuple):
-    """How an equation reads its operands, one flag for each."""
-
-    to_products: Flags  # which of them a product reads later
-    unrounded: Flags  # which it reads as they were before a border
-    read: Flags  # which arithmetic of their region reads
-    of_results: ResultUses | None = None  # if it has a product inside
-
-
 def is_apart(eqn: Eqn) -> bool:
     """Whether an equation without products is emitted outside of `jax.checkpoint`."""
-    inside = (visit.eqn for body in bodies(eqn) for visit in walk(body))
-    return _is_apart_itself(eqn, _HELD) or any(
-        _is_apart_itself(inner, _HELD_INSIDE) for inner in inside
-    )
+    return any(map(_is_apart_itself, (eqn, *inside(eqn))))
 
 
-def _is_apart_itself(eqn: Eqn, held: Container[str]) -> bool:
+def _is_apart_itself(eqn: Eqn) -> bool:
     """Whether an equation stands apart, whatever is in its bodies."""
-    if kind_of(eqn) is Kind.STRUCTURED and eqn.primitive.name not in held:
+    if kind_of(eqn) is Kind.STRUCTURED and eqn.primitive.name not in _HELD:
+        return True
+    if eqn.primitive.name == "jit" and _compat.has_options(eqn):
         return True
     if eqn.effects or has(eqn, Trait.APART) or kind_of(eqn) is Kind.OTHER:
         return True
@@ -331,7 +307,7 @@ def _is_apart_itself(eqn: Eqn, held: Container[str]) -> bool:
 
 def _is_move(node: Node) -> bool:
     """Whether an equation only moves numbers, so that its readers count."""
-    is_move = node.choice.role is Role.MOVE and not has(node.eqn, Trait.RANKS)
+    is_move = node.choice.role is Kind.MOVE and not has(node.eqn, Trait.RANKS)
     return is_move and any(map(is_float32, node.eqn.outvars))
 
 

@@ -1,19 +1,10 @@
 """Matrix products of 8-bit floats: how one is computed, which ones pay, and where.
 
-Each factor is divided by a power of two, which is exact, and is rounded to the format.
-The result of the product is multiplied by the two powers:
-
-    q:f8_e4m3fn = x / 2**d       where max |x| / 2**d is between 224 and 448
-    r:f8_e4m3fn = w / 2**e
-    y:bf16 = dot q r * 2**(d + e)
-
-The exponents are those of the numbers at hand, so there is no state. Cotangents are
-`float8_e5m2`, with fewer digits and a wider range (`docs/fp8.md`).
-
-To JAX it is a bilinear primitive, as `dot_general` is: derivatives of any order and
-mode are such products again, with the axes that JAX gives those of `dot_general`. One
-factor is a weight in float32, and the other one is in half precision; the backward pass
-stores them, and not their 8-bit copies.
+`docs/fp8.md` says what they compute, and which ones they are. To JAX such a product is
+a bilinear primitive, as `dot_general` is: derivatives of any order and mode are such
+products again, with the axes that JAX gives those of `dot_general`. One factor is a
+weight in float32, and the other one is in half precision; the backward pass stores
+them, and not their 8-bit copies.
 """
 
 import dataclasses

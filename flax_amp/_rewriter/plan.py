@@ -30,19 +30,17 @@ from flax_amp._rewriter.flow import (
 from flax_amp._rewriter.primitives import (
     Kind,
     Trait,
-    bodies,
     has,
+    inside,
     is_float32,
     is_layout,
     kind_of,
     literal,
-    walk,
 )
-from flax_amp._rewriter.roles import Role
 from flax_amp._rewriter.stored import NOWHERE, ON_GPU, ON_GPU_AND_TPU
 
 # Whose results are never rounded where they leave a region.
-_NEVER_ROUNDED = (Role.ORIGINAL, Role.CALLED, Role.PRECISE, Role.OTHER)
+_NEVER_ROUNDED = (Kind.ORIGINAL, Kind.CALLED, Kind.OTHER)
 
 
 class Stored(NamedTuple):
@@ -76,7 +74,6 @@ class Plan(NamedTuple):
     stored: dict[Var, Stored]  # what the backward pass may store
     results: Reads
     pieces: Sequence[Piece]  # in the order in which they are emitted
-    last: dict[Read | None, Node]  # who reads a variable last, if it is no result
 
     def is_border(self, v: Var) -> bool:
         """Whether a variable is rounded where it leaves its region."""
@@ -104,24 +101,21 @@ class Planner(Flows):
         nodes, results = _reads(flow, unrounded_results, unrounded_inside)
         stored = _stored(flow, border, read_by_later, residual_sums)
         pieces = _pieces(nodes, results)
-        order = [node for piece in pieces for node in piece.nodes]
-        kept = set(results)
-        last = {read: n for n in order for read in n.reads if read not in kept}
         return Plan(
             *(flow, why_float32, unrounded_inside, arguments, after_product, numbers),
-            *(stored, results, pieces, last),
+            *(stored, results, pieces),
         )
 
 
 def _read_outside(flow: Flow, outside: Outside) -> tuple[set[Var], set[Var]]:
     """Returns what is read as it leaves its region: by anything, and by arithmetic."""
     leaving = set(flagged(flow.program.outvars, outside.uses.rounded))
-    by_arithmetic: set[Var] = set()
+    by_later: set[Var] = set()
     for node in flow.nodes:
         read = [read.v for read in node.reads if read and not read.is_unrounded]
         leaving.update(read)
-        by_arithmetic.update(read if node.in_region else [])
-    return leaving, by_arithmetic
+        by_later.update(read if node.in_region else [])
+    return leaving, by_later
 
 
 def _reads(
@@ -151,17 +145,10 @@ def _why_float32(
     `leaving` is what others than its own region read.
     """
     why: dict[Var, str] = {}
-    sums: set[Var] = set()
-    steps = small_steps(flow.program)
+    sums, steps = _sums(flow), small_steps(flow.program)
     for node in flow.nodes:
-        eqn, role = node.eqn, node.choice.role
-        is_maximum = role is Role.MOVE and has(
-            eqn, Trait.STORED | Trait.ILL_CONDITIONED
-        )
-        is_moved = is_layout(eqn) and sums.issuperset(variables(eqn.invars))
-        if role is Role.SUM or is_maximum or is_moved:
-            sums.update(eqn.outvars)
-        for v in filter(is_float32, eqn.outvars):
+        role = node.choice.role
+        for v in filter(is_float32, node.eqn.outvars):
             if not v.aval.shape:
                 why[v] = "a scalar"
             elif v not in flow.for_products:
@@ -179,6 +166,18 @@ def _why_float32(
             elif role not in HALF_ROLES:
                 why[v] = ""
     return why
+
+
+def _sums(flow: Flow) -> set[Var]:
+    """Returns the sums and maxima, moved at most."""
+    sums: set[Var] = set()
+    maximum = Trait.STORED | Trait.ILL_CONDITIONED
+    for node in flow.nodes:
+        eqn, role = node.eqn, node.choice.role
+        is_sum = role is Kind.SUM or (role is Kind.MOVE and has(eqn, maximum))
+        if is_sum or (is_layout(eqn) and sums.issuperset(variables(eqn.invars))):
+            sums.update(eqn.outvars)
+    return sums
 
 
 def _residual_sums(
@@ -298,7 +297,7 @@ def _readings(flow: Flow) -> tuple[set[Var], set[Var]]:
     for node in reversed(flow.nodes):
         eqn, role = node.eqn, node.choice.role
         operands = variables(eqn.invars)
-        is_move = node.in_region and role is Role.MOVE
+        is_move = node.in_region and role is Kind.MOVE
         if role not in HALF_ROLES and not is_move:
             by_arithmetic.update(operands)
         if node.in_region and (_is_ill(eqn) or not ill.isdisjoint(eqn.outvars)):
@@ -307,8 +306,7 @@ def _readings(flow: Flow) -> tuple[set[Var], set[Var]]:
 
 
 def _is_ill(eqn: Eqn) -> bool:
-    eqns = (visit.eqn for body in bodies(eqn) for visit in walk(body))
-    return any(has(inner, Trait.ILL_CONDITIONED) for inner in (eqn, *eqns))
+    return any(has(x, Trait.ILL_CONDITIONED) for x in (eqn, *inside(eqn)))
 
 
 def _pieces(nodes: Sequence[Node], results: Reads) -> list[Piece]:
@@ -345,7 +343,7 @@ def _groups(nodes: Sequence[Node]) -> list[Piece]:
         eqn = node.eqn
         own = max((depth[v] for v in variables(eqn.invars)), default=0)
         stands_apart = (
-            node.has_product or node.choice.role is Role.CALLED or is_apart(eqn)
+            node.has_product or node.choice.role is Kind.CALLED or is_apart(eqn)
         )
         if stands_apart and eqn.effects:
             own = floor = max(own, floor)

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 
 from flax_amp import _compat
 from flax_amp._compat import Jaxpr
-from flax_amp._rewriter.primitives import Visit, is_matrix_product, walk
-from flax_amp._rewriter.roles import Chooser, Context, Role, untraceable
-from flax_amp._scope_paths import paths, split_method
+from flax_amp._rewriter.primitives import Kind, Visit, is_matrix_product, walk
+from flax_amp._rewriter.roles import Chooser, Context, untraceable
+from flax_amp._scope_paths import paths
 from flax_amp.policy import Origin, Policy
 
 _LIBRARIES = tuple(
@@ -99,7 +99,7 @@ def _why_kept(choose: Chooser, product: Visit) -> str:
     forced = next((d for d in by_key if d.origin is Origin.PRIMITIVE), None)
     outer = scopes[: len(scopes) - len(_compat.scope_names(eqn))]
     choice = choose(eqn, Context(outer, forced))
-    is_kept = choice.role is Role.PRECISE and choice.decision.key != "amp_stop"
+    is_kept = choice.role is Kind.ORIGINAL and choice.decision.key != "amp_stop"
     return choice.reason if is_kept else ""
 
 
@@ -107,8 +107,7 @@ def _warn_of_keys(policy: Policy, scopes: set[tuple[str, ...]], idle: set[str]) 
     """Warns of keys that match no scope, and no input that nothing reads."""
     # A name has keys in quotes, and other words.
     parts = {tuple(re.findall(r"(?<=\[')[^']+|\w+", name)) for name in idle}
-    missing = sorted(policy.unmatched(scopes | parts))
-    if missing:
+    if missing := sorted(policy.unmatched(scopes | parts)):
         lines = "\n".join(f"  {key!r} ({_nearest(key, scopes)})" for key in missing)
         _warn(
             f"amp_policy: scope keys that match nothing in this program:\n{lines}\n"
@@ -121,15 +120,12 @@ def _warn_of_keys(policy: Policy, scopes: set[tuple[str, ...]], idle: set[str]) 
 
 def _nearest(key: str, scopes: set[tuple[str, ...]]) -> str:
     """Says whose last modules look most like a key, as many as it has."""
-    wanted = key.removeprefix("*/").lower()
+    wanted = key.removeprefix("*/")
     depth = wanted.count("/") + 1
     # The shorter path names a module once whose methods call each other.
     found = {min(pair, key=len) for nested in scopes for pair in paths(nested)}
-    modules = {tuple(split_method(x)[0] for x in path.split("/")) for path in found}
     # Of several paths with the same end, the shortest is shown.
-    ends = {
-        "/".join(names[-depth:]).lower(): "/".join(names)
-        for names in sorted(modules, key=lambda names: (-len(names), names))
-    }
+    by_length = sorted(found, key=lambda path: (-len(path), path))
+    ends = {"/".join(path.split("/")[-depth:]): path for path in by_length}
     close = difflib.get_close_matches(wanted, ends, n=1, cutoff=0)
     return f"nearest: {ends[close[0]]!r}" if close else "it has no scopes"

@@ -17,7 +17,7 @@ from flax_amp._compat import Atom, Eqn, Jaxpr
 
 
 class Kind(enum.Enum):
-    """What a primitive does with digits."""
+    """What a primitive does with digits, or what a policy makes of an equation."""
 
     PRODUCT = "a matmul or a convolution"  # what half precision speeds up
     MOVE = "moves, selects or compares numbers, and rounds none"
@@ -26,6 +26,10 @@ class Kind(enum.Enum):
     LINEAR_ALGEBRA = "linear algebra"  # no half-precision kernels, ill-conditioned
     STRUCTURED = "has bodies"
     OTHER = "anything else, such as a random number or a callback"
+    # By a policy, or because of its operands:
+    HALF = "in half precision"
+    ORIGINAL = "in its own dtypes"
+    CALLED = "by a user's precision function, or in a third dtype"
 
 
 class Trait(enum.Flag):
@@ -200,6 +204,11 @@ def walk(jaxpr: Jaxpr) -> Iterator[Visit]:
             if eqn.primitive.name != "pallas_call":
                 inner = jaxprs_in_params(eqn.params)
                 stack += [(x, scopes, (*around, eqn)) for x in inner]
+
+
+def inside(eqn: Eqn) -> Iterator[Eqn]:
+    """Yields the equations in the bodies of an equation, at all depths."""
+    return (visit.eqn for body in bodies(eqn) for visit in walk(body))
 
 
 # --- equations -----------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What an equation is for the rule of `amp`: by the policy, then by its primitive."""
 
 import dataclasses
-import enum
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 
 from flax_amp import _compat
 from flax_amp._compat import DType, Eqn
-from flax_amp._rewriter.primitives import Kind, bodies, kind_by_shape, kind_of, walk
+from flax_amp._rewriter.primitives import Kind, inside, kind_by_shape, kind_of
 from flax_amp.policy import (
     Decision,
     InDtype,
@@ -19,21 +18,6 @@ from flax_amp.policy import (
     use_fp8,
     use_original_precision,
 )
-
-
-class Role(enum.Enum):
-    """What an equation is for the rule."""
-
-    PRODUCT = "a product in half precision"
-    HALF = "in half precision by a key of the policy"
-    ORIGINAL = "in its own dtypes"
-    CALLED = "by a user's precision function, or in a third dtype"
-    MOVE = "a move"
-    ARITHMETIC = "arithmetic"
-    SUM = "a sum"
-    PRECISE = "linear algebra, or a product in its own dtypes"
-    STRUCTURED = "a loop, a branch, a call"
-    OTHER = "anything else"
 
 
 class Context(NamedTuple):
@@ -46,22 +30,13 @@ class Context(NamedTuple):
 class Choice(NamedTuple):
     """How an equation runs, and why."""
 
-    role: Role
+    role: Kind
     reason: str  # the policy's key or the fact of its primitive that decided
     decision: Decision
     body_context: Context = Context()  # of a structured primitive: where its bodies are
     # What became of its first result, such as "rounded: a matmul reads it later". Empty
     # before it is emitted, and if that is no float32 one.
     result: str = ""
-
-
-_BY_KIND = {
-    Kind.MOVE: Role.MOVE,
-    Kind.ARITHMETIC: Role.ARITHMETIC,
-    Kind.SUM: Role.SUM,
-    Kind.LINEAR_ALGEBRA: Role.PRECISE,
-    Kind.OTHER: Role.OTHER,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +59,7 @@ class Chooser:
     ) -> Choice:
         if decision.is_chosen and decision.function is use_original_precision:
             context = Context(scopes, decision)
-            return Choice(Role.ORIGINAL, _reason(decision), decision, context)
+            return Choice(Kind.ORIGINAL, _reason(decision), decision, context)
         if decision.origin is Origin.PRIMITIVE:
             raise TypeError(
                 f"amp_policy: key {decision.key!r} is a structured primitive, and its "
@@ -94,53 +69,50 @@ class Chooser:
                 "as keys."
             )
         if reason := untraceable(eqn):
-            return Choice(Role.ORIGINAL, reason, decision)
+            return Choice(Kind.ORIGINAL, reason, decision)
         if decision.is_chosen and eqn.primitive.name == "jit" and _draws(eqn):
             # Rounded, a uniform number just below 1 is 1, and log(1 - u) infinite.
-            return Choice(Role.ORIGINAL, "it draws random numbers", decision)
+            return Choice(Kind.ORIGINAL, "it draws random numbers", decision)
         # Without a key that spans several scopes, equal bodies in different scopes have
         # one context, and so one plan.
         around = scopes if self.policy.spans_scopes else ()
         context = Context(around, decision if decision.is_chosen else None)
-        return Choice(Role.STRUCTURED, "it has bodies", decision, context)
+        return Choice(Kind.STRUCTURED, "it has bodies", decision, context)
 
-    def _role(self, eqn: Eqn, decision: Decision) -> tuple[Role, str]:
+    def _role(self, eqn: Eqn, decision: Decision) -> tuple[Kind, str]:
         """Returns the role of an equation without bodies, and why if no key says it."""
         kind, function = kind_of(eqn), decision.function
         if eqn.primitive.name == "scatter" and eqn.params.get("update_jaxpr"):
-            return Role.ORIGINAL, "its update function is a float32 one"
-        if function in (use_original_precision, InDtype(jnp.float32)):
-            if kind is Kind.PRODUCT or kind is Kind.LINEAR_ALGEBRA:
-                return Role.PRECISE, "" if decision.is_chosen else kind.value
-            if decision.is_chosen:
-                return Role.ORIGINAL, ""
-            return _BY_KIND[kind], kind.value
+            return Kind.ORIGINAL, "its update function is a float32 one"
         is_fp8 = isinstance(function, use_fp8)
-        if is_fp8 and kind is not Kind.PRODUCT:
-            return _BY_KIND[kind], kind.value
+        is_original = function in (use_original_precision, InDtype(jnp.float32))
+        if is_original and decision.is_chosen:
+            return Kind.ORIGINAL, ""
+        if is_original or (is_fp8 and kind is not Kind.PRODUCT):
+            is_own = kind is Kind.PRODUCT or kind is Kind.LINEAR_ALGEBRA
+            return Kind.ORIGINAL if is_own else kind, kind.value
         if is_fp8 or function in (use_compute_precision, InDtype(self.half)):
             return self._in_half(eqn, kind, decision)
         if isinstance(function, InDtype) and not _is_castable(eqn):
-            return Role.ORIGINAL, f"{eqn.primitive.name} runs in its own dtypes only"
-        return Role.CALLED, ""
+            return Kind.ORIGINAL, f"{eqn.primitive.name} runs in its own dtypes only"
+        return Kind.CALLED, ""
 
-    def _in_half(self, eqn: Eqn, kind: Kind, decision: Decision) -> tuple[Role, str]:
+    def _in_half(self, eqn: Eqn, kind: Kind, decision: Decision) -> tuple[Kind, str]:
         """Returns the role of an equation that the policy wants in half precision."""
         if obstacle := self._obstacle(eqn):
-            is_product = kind is Kind.PRODUCT or kind is Kind.LINEAR_ALGEBRA
-            return (Role.PRECISE if is_product else Role.ORIGINAL), obstacle
+            return Kind.ORIGINAL, obstacle
         if kind is not Kind.PRODUCT:
-            return Role.HALF, ""
+            return Kind.HALF, ""
         # A dtype for a scope lowers all that is inside, inner and outer products too.
         is_fp8 = isinstance(decision.function, use_fp8)
         if decision.origin is Origin.SCOPE and not is_fp8:
-            return Role.PRODUCT, ""
+            return Kind.PRODUCT, ""
         match kind_by_shape(eqn):
             case Kind.ARITHMETIC:
-                return Role.ARITHMETIC, "it adds nothing up: a multiplication"
+                return Kind.ARITHMETIC, "it adds nothing up: a multiplication"
             case Kind.SUM:
-                return Role.SUM, "an inner product is a sum"
-        return Role.PRODUCT, ""
+                return Kind.SUM, "an inner product is a sum"
+        return Kind.PRODUCT, ""
 
     def _obstacle(self, eqn: Eqn) -> str:
         """Says why an equation cannot run in half precision, if it cannot."""
@@ -157,8 +129,8 @@ class Chooser:
             for dtype in dtypes[:2]:
                 if not jnp.issubdtype(dtype, jnp.floating):
                     return f"{dtype} operand"
-        if not _is_default_precision(eqn.params.get("precision")):
-            return f"it asks for precision: precision={eqn.params['precision']}"
+        if asked := asked_precision(eqn):
+            return f"it asks for precision={asked}"
         preferred = eqn.params.get("preferred_element_type")
         if preferred not in (None, jnp.float32, self.half):
             return f"preferred_element_type={preferred}"
@@ -167,7 +139,7 @@ class Chooser:
 
 def _draws(eqn: Eqn) -> bool:
     """Whether an equation draws random numbers, and has no product."""
-    names = {visit.eqn.primitive.name for visit in walk(bodies(eqn)[0])}
+    names = {inner.primitive.name for inner in inside(eqn)}
     draws = not names.isdisjoint(("random_bits", "threefry2x32", "rng_bit_generator"))
     return draws and not any(kind_of(name) is Kind.PRODUCT for name in names)
 
@@ -178,8 +150,11 @@ def untraceable(eqn: Eqn) -> str:
     Such an equation runs as it is written.
     """
     name, params = eqn.primitive.name, eqn.params
-    if name in ("custom_vmap_call", "linear_call"):
+    if name in ("custom_vmap_call", "linear_call", "custom_linear_solve"):
         return f"the rule of a {name} runs as written"
+    # The compiler for a platform must not see the branches of other platforms.
+    if params.get("branches_platforms"):
+        return "it has a branch for each platform"
     if name not in ("custom_jvp_call", "custom_vjp_call"):
         return ""
     if params["symbolic_zeros"]:
@@ -201,7 +176,11 @@ def _reason(decision: Decision) -> str:
     return f"{decision.origin.value} {decision.key}"
 
 
-def _is_default_precision(precision: Any) -> bool:
-    parts = precision if isinstance(precision, tuple) else (precision,)
-    defaults = (None, jax.lax.Precision.DEFAULT, jax.lax.DotAlgorithmPreset.DEFAULT)
-    return all(part in defaults for part in parts)
+def asked_precision(eqn: Eqn) -> str:
+    """Returns the precision that a product asks for; empty if it asks for none."""
+    precision = eqn.params.get("precision")
+    # An algorithm is a tuple as well, of its own type.
+    parts = precision if type(precision) is tuple else (precision,)
+    names = [getattr(part, "name", str(part)) for part in parts]
+    is_default = {*names} <= {"None", "DEFAULT"}
+    return "" if is_default else "/".join(dict.fromkeys(names))

@@ -1,28 +1,21 @@
 """`mark_stored` marks a value that the backward pass reads instead of computing it.
 
-Under `jax.checkpoint` with a policy that stores what is marked, everything else is
-computed again in the backward pass:
-
     y = mark_stored(x @ w)         forward:   y = dot x w; stored y
     z = sin(cos(y))                backward:  c = cos y; dc = g * cos c; ...
 
-But XLA sees both passes in one program and merges equal computations: in straight code
-it would undo the recomputation and store `c` after all. An optimization barrier between
-the stored value and what is computed from it saves the memory: on GPUs behind
-every value that arithmetic and a matmul read, on TPUs behind results of matmuls and
-residual sums; elsewhere it costs more fusions than it saves.
-`jax.checkpoint(prevent_cse=True)` has barriers on every backend. Here the marked value
-carries the barrier, and whether there is one is decided when the program is lowered,
-for the platform that it is lowered to. That takes a primitive;
-`jax.ad_checkpoint.checkpoint_name` cannot do it. Partial evaluation splits it into a
-forward and a backward equation, and the backward one is lowered to a barrier.
+XLA sees both passes in one program and merges equal computations: in straight code it
+would store `c` after all. An optimization barrier between the stored value and what is
+computed from it saves the memory, on GPUs and TPUs; elsewhere it costs more fusions
+than it saves. `jax.checkpoint(prevent_cse=True)` has barriers on every backend, so here
+the marked value carries it, and the lowering for a platform decides. That takes a
+primitive. Partial evaluation splits it into a forward and a backward equation, and the
+backward one is lowered to a barrier.
 
 XLA may go on with more digits than bfloat16 has where a cast to float32 follows a
 product. The backward pass would compute from other numbers than the forward pass: the
-weights of a softmax would not add up to one. So where the difference would grow
-(`Stored.is_rounded` of the plan), the forward pass rounds the value to what is stored
-(`casts.rounded`), as JAX's own `jax.checkpoint` does. Elsewhere that would only keep
-XLA from fusing.
+weights of a softmax would not add up to one. So where the difference would grow, the
+forward pass rounds the value to what is stored, as JAX's own `jax.checkpoint` does.
+Elsewhere that would only keep XLA from fusing.
 """
 
 import functools

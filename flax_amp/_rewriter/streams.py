@@ -21,8 +21,8 @@ from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr
 from flax_amp._rewriter.flow import Flags, Flows
 from flax_amp._rewriter.plan import small_steps
-from flax_amp._rewriter.primitives import bodies, is_layout
-from flax_amp._rewriter.roles import Context, Role
+from flax_amp._rewriter.primitives import Kind, bodies, is_layout
+from flax_amp._rewriter.roles import Context
 
 
 def streams(
@@ -112,7 +112,7 @@ class _Search(NamedTuple):
             return origins * len(eqn.outvars)  # of a split, say
         choice = self.flows.choose(eqn, context)
         results = [_joined(origins)] * len(eqn.outvars)
-        if choice.role is Role.PRODUCT:
+        if choice.role is Kind.PRODUCT:
             x, y, *_ = origins
             return [self._product(eqn, x, y)]
         if not self.flows.has_product(eqn, choice):

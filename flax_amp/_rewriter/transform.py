@@ -19,7 +19,7 @@ from flax_amp._rewriter.fp8 import check_device
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.plan import Planner
 from flax_amp._rewriter.policy_warnings import warn_of_fp8, warn_of_policy
-from flax_amp._rewriter.rewritten import refuse_if_asked, rewritten
+from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._rewriter.roles import Chooser, Context
 from flax_amp._tree import PyTree
 from flax_amp.policy import MatmulDType, Policy, PolicyEntries, Precision, read_options
@@ -125,7 +125,6 @@ def amp(
         @rewritten
         @functools.wraps(fun)
         def transformed(*args: Any, **kwargs: Any) -> Any:
-            refuse_if_asked()
             return run(*args, **kwargs)
 
         return transformed

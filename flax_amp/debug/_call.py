@@ -25,7 +25,7 @@ from flax_amp._compat import Array, DType
 from flax_amp._rewriter.fp8 import check_device
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.nnx_scopes import SCOPES_NOTE
-from flax_amp._rewriter.rewritten import only_before_amp, refuse_rewritten
+from flax_amp._rewriter.rewritten import refuse_rewritten
 from flax_amp._rewriter.transform import Options as OfAmp
 from flax_amp._rewriter.transform import TracedCall, trace_call
 from flax_amp._training.arguments import declared_keywords
@@ -285,10 +285,6 @@ class Call(FunctionalCall):
         self._is_array = [_tree.is_array(x) for x in self.inputs]
         self.arrays = _tree.pick(self.inputs, self._is_array)
         self.paths = self._paths()
-
-    def function(self, inputs: Sequence[Any]) -> tuple[Any, Any]:
-        with only_before_amp(self._caller):
-            return super().function(inputs)
 
     def loss(self, arrays: Sequence[Array]) -> tuple[Array, list[Array], list[Array]]:
         """Returns the loss, the updated variables, and the arrays of all else."""

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from flax_amp import _tree
-from flax_amp._rewriter.rewritten import only_before_amp
 from flax_amp._rewriter.transform import rewrite
 from flax_amp._training.arguments import check_count
 from flax_amp._training.scaler import first_scaler
@@ -148,8 +147,7 @@ def _train_step(
 
     @functools.wraps(loss_fn)
     def with_aux(*args: Any, **kwargs: Any) -> Any:
-        with only_before_amp(call.asked.where):
-            out = loss_fn(*args, **kwargs)
+        out = loss_fn(*args, **kwargs)
         return out if isinstance(out, tuple) else (out, {})
 
     step: Callable[..., Any] = make_train_step(

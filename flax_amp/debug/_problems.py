@@ -23,6 +23,7 @@ from flax_amp._rewriter.primitives import (
     kind_of,
     walk,
 )
+from flax_amp._rewriter.roles import asked_precision
 from flax_amp._training.arguments import first_of
 from flax_amp.debug._place import is_derivative
 from flax_amp.debug._record import Equation, Visit, float_factors
@@ -147,18 +148,8 @@ def _is_chosen(visit: Visit) -> bool:
     if visit.row.reason == f"{decision.origin.value} {decision.key}":
         # The policy that is the default lets all products run in half.
         return decision.key == "amp_stop" or decision.origin is not Origin.DEFAULT
-    is_of_jax = _asked(visit.eqn) and _compat.is_numerics_of_jax(visit.eqn)
+    is_of_jax = asked_precision(visit.eqn) and _compat.is_numerics_of_jax(visit.eqn)
     return bool(is_of_jax) or visit.row.is_in_fp8
-
-
-def _asked(eqn: Eqn) -> str:
-    """Returns the precision that a product asks for; empty if it asks for none."""
-    precision = eqn.params.get("precision")
-    # An algorithm is a tuple as well, of its own type.
-    parts = precision if type(precision) is tuple else (precision,)
-    names = [getattr(part, "name", str(part)) for part in parts]
-    is_default = {*names} <= {"None", "DEFAULT"}
-    return "" if is_default else "/".join(dict.fromkeys(names))
 
 
 def _is_unknown(visit: Visit) -> bool:
@@ -174,7 +165,7 @@ def _is_unknown(visit: Visit) -> bool:
 
 def _why(visit: Visit, half: str) -> str:
     """Says why a product stays in float32."""
-    if asked := _asked(visit.eqn):
+    if asked := asked_precision(visit.eqn):
         return f"it asks for precision={asked}. Leave that out to run it in {half}."
     if visit.whole is not None:
         name = visit.whole.primitive.name

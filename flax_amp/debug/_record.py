@@ -18,7 +18,6 @@ from jax.extend.core import jaxprs_in_params
 
 from flax_amp._compat import Eqn, Jaxpr, evaluate, open_jaxpr
 from flax_amp._rewriter.primitives import Kind, is_matrix_product, kind_of
-from flax_amp._rewriter.roles import Role
 from flax_amp._tree import fill, pick
 from flax_amp.debug._place import Location, places
 from flax_amp.debug._report import is_half, short
@@ -29,7 +28,7 @@ CALLS = frozenset(
     custom_vmap_call""".split()
 )
 # Their reason tells why they stay in float32.
-_IN_OWN_DTYPES = (Role.ORIGINAL, Role.CALLED, Role.PRECISE)
+_IN_OWN_DTYPES = (Kind.ORIGINAL, Kind.CALLED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +165,7 @@ def _inside(eqn: Eqn, start: Location, after: Dtypes, why: Any) -> list[Visit]:
         if inner.eqn.primitive.name in CALLS:
             continue
         # No key decided about what is inside of a loop.
-        is_loop = why.role is Role.STRUCTURED
+        is_loop = why.role is Kind.STRUCTURED
         reason = kind_of(inner.eqn).value if is_loop else why.reason
         before = dtypes_of(inner.eqn)
         sides = (before.operands, before.results)

@@ -280,7 +280,6 @@ def test_an_argument_that_a_step_has_deleted(tool):
 REWRITTEN = {
     "decorator": lambda: amp(compute_dtype=jnp.bfloat16)(arrays),
     "partial": lambda: functools.partial(amp(arrays)),
-    "inside": lambda: lambda *args: amp(arrays)(*args) * 2,
     "grad": lambda: jax.jit(jax.value_and_grad(amp(arrays))),
     "step": lambda: flax_amp.make_train_step(arrays),
 }

@@ -143,10 +143,6 @@ def test_table():
 SHAPE = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 ERRORS = {
     "turns": (lambda: measure(plain, turns=0)(W, X), "measure: turns=0; expected an "),
-    "inside": (
-        lambda: measure(nnx_state()[0], lambda m, x: flax_amp.amp(nnx_loss)(m, x), X),
-        "calls a function that amp has rewritten",
-    ),
     "no floats": (lambda: measure(lambda n: n + 1)(3), "has no float arrays"),
     "a shape": (lambda: measure(plain)(W, SHAPE), "expected arrays with values"),
     "in jit": (

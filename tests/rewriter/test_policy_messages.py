@@ -299,7 +299,7 @@ NOTHING = {  # the reason that the message gives: (function, policy, what is adv
     "scope inner (1)": (nested, {"inner": jnp.float32}, OF_POLICY),
     "primitive dot_general (2)": (nested, FULL, OF_POLICY),
     "float64 operand (1)": (matmul, None, OF_DTYPES),
-    "it asks for precision: precision=": (
+    "it asks for precision=HIGHEST": (
         functools.partial(matmul, precision="highest"), None, OF_DTYPES
     ),
     "which operands are perturbed": (by_rule, None, ""),
