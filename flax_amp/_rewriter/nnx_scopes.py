@@ -29,7 +29,8 @@ _NAMELESS = (nnx.List, nnx.Dict, nnx.bridge.ToNNX)
 
 SCOPES_NOTE = (
     "amp gives each nnx.Module a static attribute with its name, because amp_policy "
-    "has scope keys: two layers of one class have different structures here. Code that "
+    "has scope keys, or a tool such as flax_amp.explain asks for names: two layers of "
+    "one class have different structures here. Code that "
     "needs them equal can use their states, which have no names (graphdef, state = "
     "nnx.split(layer)), or a policy without scope keys."
 )

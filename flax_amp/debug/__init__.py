@@ -12,13 +12,13 @@ from flax_amp.debug._compare import GradientErrors as GradientErrors
 from flax_amp.debug._compare import Setting as Setting
 from flax_amp.debug._compare import compare_precision as compare_precision
 from flax_amp.debug._explain import Explanation as Explanation
+from flax_amp.debug._explain import Problem as Problem
 from flax_amp.debug._explain import explain as explain
 from flax_amp.debug._measure import Figures as Figures
 from flax_amp.debug._measure import Measurement as Measurement
 from flax_amp.debug._measure import measure as measure
 from flax_amp.debug._nonfinite import NonfiniteReport as NonfiniteReport
 from flax_amp.debug._nonfinite import find_nonfinite as find_nonfinite
-from flax_amp.debug._problems import Problem as Problem
 from flax_amp.debug._record import Dtypes as Dtypes
 from flax_amp.debug._record import Equation as Equation
 from flax_amp.debug._run import Finding as Finding

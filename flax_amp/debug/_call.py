@@ -24,7 +24,6 @@ from flax_amp import _tree
 from flax_amp._compat import Array, DType
 from flax_amp._rewriter.fp8 import check_device
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
-from flax_amp._rewriter.nnx_scopes import SCOPES_NOTE
 from flax_amp._rewriter.rewritten import refuse_rewritten
 from flax_amp._rewriter.transform import Options as OfAmp
 from flax_amp._rewriter.transform import TracedCall, trace_call
@@ -47,8 +46,6 @@ R_co = TypeVar("R_co", covariant=True)
 Loss = Callable[..., Any]
 Trained = AmpTrainState | tuple[nnx.Module, nnx.Optimizer[Any]]
 
-_NO_NAMES = "modules have no names: the code needs equal modules"
-
 
 class Options(OfAmp, total=False):
     """The options of the tools; all take those of `flax_amp.amp`."""
@@ -56,8 +53,7 @@ class Options(OfAmp, total=False):
     backward: bool  # of `explain`
     scale: float | None  # of `find_nonfinite` and `compare_precision`
     remedies: int  # of `compare_precision`
-    turns: int  # of `measure`, as the next one
-    accum_steps: int
+    turns: int  # of `measure`
 
 
 # What has a precision and a scaler. Other optimizers may have such names for their own.
@@ -101,8 +97,8 @@ def tool(ask: Callable[..., R], *, runs: bool = True) -> Tool[R]:
 
 
 def _use(
-    asked: "Asked", ask: Callable[..., Any], runs: bool, /, *args: Any, **kwargs: Any
-) -> Any:
+    asked: "Asked", ask: Callable[..., R], runs: bool, /, *args: Any, **kwargs: Any
+) -> R:
     """Uses a tool on a call of the user's function."""
     check_not_deleted(asked.where, "args", (*args, kwargs))
     if runs:
@@ -113,10 +109,10 @@ def _use(
                 "program is run. flax_amp.explain takes shapes."
             )
         with Console(stderr=True).status(f"{asked.where} ..."):
-            return _with_names(asked, ask, args, kwargs)
-    found: list[Any] = []
+            return ask(Call(asked, args, kwargs))
+    found: list[R] = []
     call = FunctionalCall(
-        lambda *args, **kwargs: found.append(_with_names(asked, ask, args, kwargs)),
+        lambda *args, **kwargs: found.append(ask(Call(asked, args, kwargs))),
         *(args, kwargs),
         caller=asked.where,
     )
@@ -129,22 +125,6 @@ def _use(
     return found[0]
 
 
-def _with_names(asked: "Asked", ask: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Uses a tool on a call in which each NNX module opens a scope.
-
-    Some code needs modules that equal each other, which their names prevent. It runs
-    without names, unless the policy has keys for them, and a note says so.
-    """
-    try:
-        return ask(Call(asked, args, kwargs, open_scopes=True))
-    except Exception as error:
-        is_of_names = SCOPES_NOTE in getattr(error, "__notes__", ())
-        if Policy(asked.entries).names_scopes or not is_of_names:
-            raise
-    found: Any = ask(Call(asked, args, kwargs, open_scopes=False))
-    return dataclasses.replace(found, notes=(_NO_NAMES, *found.notes))
-
-
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """What a tool is asked about."""
@@ -153,7 +133,6 @@ class Asked:
     name: str  # of the function
     fun: Loss  # the user's function of its arguments
     args: tuple[Any, ...] | None = None  # which are known already
-    names: tuple[str, ...] | None = None  # of the arguments; else by its signature
     holder: Any = None  # the state or the optimizer, with the precision and the scaler
     wrt: Any = nnx.Param  # selects what is trained, if the first argument is a module
     dtype: DType = jnp.dtype(jnp.bfloat16)
@@ -206,17 +185,16 @@ class Asked:
 
         Of a stack of states, it is the largest one.
         """
-        scale = given
-        if given is None and isinstance(self.holder, _HOLDERS):
-            scale = self.holder.scaler["scaler"][...]
-        elif given is None:
-            return 1.0
-        if not 0 < np.max(scale) < math.inf:
+        if given is None:
+            if not isinstance(self.holder, _HOLDERS):
+                return 1.0
+            given = self.holder.scaler["scaler"][...]
+        if not 0 < np.max(given) < math.inf:
             raise ValueError(
-                f"{self.where}: scale is {scale!r}; expected a positive number, by "
+                f"{self.where}: scale is {given!r}; expected a positive number, by "
                 "which the loss is multiplied. Leave it out for that of the state."
             )
-        return float(np.max(scale))
+        return float(np.max(given))
 
 
 def _loss_and_rest(caller: str, fun: Any, step: Sequence[Any]) -> Sequence[Any]:
@@ -255,17 +233,17 @@ def _of_step(trained: Any, loss_fn: Loss, batch: Any, *args: Any) -> dict[str, A
         first, holder = trained
         state, wrt, is_nnx = None, getattr(holder, "wrt", nnx.Param), True
 
-    def call(first: Any, state: Any, args: Any, batch: Any) -> Any:
+    # A report calls arrays by the names of these arguments.
+    def call(params: Any, state: Any, args: Any, batch: Any) -> Any:
         if state is None:
-            return loss_fn(first, batch, *args)
-        state = state if is_nnx else state.replace(params=first)
+            return loss_fn(params, batch, *args)
+        state = state if is_nnx else state.replace(params=params)
         offered = {"state": state, "rngs": fold_in(state.rngs, state.step)}
         keywords = {name: offered[name] for name in declared_keywords(loss_fn)}
-        return loss_fn(first, batch, *args, **keywords)
+        return loss_fn(params, batch, *args, **keywords)
 
     given = first, state, args, batch
-    names = "model" if is_nnx else "params", "state", "args", "batch"
-    return dict(fun=call, args=given, names=names, holder=holder, wrt=wrt)
+    return dict(fun=call, args=given, holder=holder, wrt=wrt)
 
 
 # --- calls as functions of arrays ----------------------------------------------------
@@ -277,10 +255,8 @@ class Call(FunctionalCall):
     arrays: list[Array]  # among its inputs
     paths: list[str]  # where each stands: `batch/image`, `params/Dense_0/kernel`
 
-    def __init__(self, asked: Asked, args: Any, kwargs: Any, *, open_scopes: bool):
-        super().__init__(
-            asked.fun, args, kwargs, open_scopes=open_scopes, caller=asked.where
-        )
+    def __init__(self, asked: Asked, args: Any, kwargs: Any):
+        super().__init__(asked.fun, args, kwargs, open_scopes=True, caller=asked.where)
         self.asked = asked
         self._is_array = [_tree.is_array(x) for x in self.inputs]
         self.arrays = _tree.pick(self.inputs, self._is_array)
@@ -309,10 +285,7 @@ class Call(FunctionalCall):
 
     def _paths(self) -> list[str]:
         args, kwargs = self._rebuilt(nnx.to_pure_dict)
-        if self.asked.names:
-            named = dict(zip(self.asked.names, args, strict=True))
-        else:
-            named = inspect.signature(self.fun).bind(*args, **kwargs).arguments
+        named = inspect.signature(self.fun).bind(*args, **kwargs).arguments
         paths = {
             index: jax.tree_util.keystr(path, simple=True, separator="/")
             for path, index in jax.tree_util.tree_leaves_with_path(dict(named))

@@ -12,28 +12,13 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from rich.text import Text
 
 from flax_amp import _tree
 from flax_amp._compat import Array
 from flax_amp._training.arguments import check_count
 from flax_amp.debug._call import Call, tool
-from flax_amp.debug._report import (
-    Block,
-    Report,
-    percent,
-    plural,
-    remedy_text,
-    table,
-)
-from flax_amp.debug._run import is_finite
-from flax_amp.debug._trial import (
-    Part,
-    Trials,
-    fewest,
-    keys_of,
-    lines_of,
-)
+from flax_amp.debug._report import Block, Report, percent, plural, remedy_text, table
+from flax_amp.debug._trial import Part, Trials, fewest, keys_of, lines_of
 from flax_amp.policy import Policy, PolicyEntries, without_fp8
 
 # Gradients are as wrong as half precision makes them if their error is at most this
@@ -77,13 +62,13 @@ class Comparison(Report):
     """How a program differs from itself in float32. Made by `compare_precision`."""
 
     compute_dtype: str  #: the dtype of low-precision values
+    in_fp8: bool  #: whether the policy has matmuls in fp8
     loss: tuple[float, float]  #: in float32 and in this precision
     gradients: tuple[GradientErrors, ...]  #: by group, the largest error first
     threshold: float  #: the error of the gradients from which on remedies are tried
     as_it_is: Setting  #: the program as it is
     remedies: tuple[Setting, ...]  #: without fp8, another scale, modules in float32
     own_policy: bool  #: whether the policy is the user's own
-    notes: tuple[str, ...] = ()  #: what limits these figures
 
     @property
     def best(self) -> Setting | None:
@@ -92,11 +77,12 @@ class Comparison(Report):
         limit = _HELPS * self.as_it_is.gradient_error
         return best if best and best.gradient_error < limit else None
 
-    def _parts(self) -> Iterator[Block]:
-        run, threshold = self.as_it_is, _error(self.threshold)
+    def _parts(self, only: str | None = None) -> Iterator[Block]:
+        run = self.as_it_is
+        dtypes = self.compute_dtype + " and fp8" * self.in_fp8
         scale = f", loss scale {run.scale:g}" if run.scale != 1 else ""
         before, after = self.loss
-        yield f"{self.name} in {self.compute_dtype} against float32{scale}"
+        yield f"{self.name} in {dtypes} against float32{scale}"
         yield f"loss {before:.6g} in float32, {after:.6g} here\n"
         rows = ([g.path, _error(g.error), f"{g.largest:.2g}"] for g in self.gradients)
         yield table(["gradients of", "error", "largest"], [*rows][:_SHOWN])
@@ -105,7 +91,10 @@ class Comparison(Report):
         yield ""
         headers = ["\nthe program", "error of\nloss", "\ngradients", "in\nhalf"]
         yield table(headers, map(_cells, (run, *self.remedies)))
-        best = self.best
+        yield from self._conclusion()
+
+    def _conclusion(self) -> Iterator[str]:
+        run, best, threshold = self.as_it_is, self.best, _error(self.threshold)
         if run.gradient_error <= self.threshold:
             yield f"\nThe gradients are as exact as usual: below {threshold}."
         elif best is None:
@@ -116,7 +105,6 @@ class Comparison(Report):
             if best.scale != run.scale:
                 yield f"  flax_amp.init_scaler(scaler={best.scale:.8g})"
             yield from remedy_text(best.keys, best.lines, self.own_policy)
-        yield from (Text(f"Note: {note}.") for note in self.notes)
 
 
 def _cells(run: Setting) -> list[str]:
@@ -160,7 +148,7 @@ def compare_precision(
       >>> def loss(w, x, size):
       ...     with jax.named_scope("first"):
       ...         y = jnp.tanh(x @ w)
-      ...     with jax.named_scope("cancels"):  # a difference of rounded products
+      ...     with jax.named_scope("cancels"):  # a difference of rounded numbers
       ...         y = (y * size) @ w - (y * size - y) @ w
       ...     return jnp.mean(y)
       >>> x, w = jnp.linspace(0, 1, 32).reshape(4, 8), jnp.eye(8)
@@ -208,24 +196,26 @@ class _Comparing:
 
     def comparison(self, most: int) -> Comparison:
         """Returns what is found, with remedies of up to so many modules."""
-        asked, threshold = self._asked, self._enough
-        first, loss, errors = self._run("as it is", asked.entries, self._scale)
+        asked, exact = self._asked, self._trials.exact
+        first, loss, errors = self._run("as it is", asked.entries)
         groups = self._by_group(errors)
-        self._error = first.gradient_error
-        # The forward pass does not see the scale.
-        largest = errors[:, 2].max() if math.isfinite(loss) else math.inf
-        remedies: Iterator[Setting] = iter(())
-        exact = self._trials.exact
-        if not all(map(is_finite, (exact.loss, *exact.gradients))):
+        remedies: list[Setting] = []
+        if not exact.is_finite:
             self._notes.append(_NOT_FINITE)
-        elif most > 0 and self._error > threshold:
-            remedies = self._remedies(most, largest, self._trials.parts(asked.entries))
+        elif most > 0 and first.gradient_error > self._enough:
+            # The forward pass does not see the scale.
+            largest = errors[:, 2].max() if math.isfinite(loss) else math.inf
+            self._error = first.gradient_error
+            remedies += self._of_all(largest)
+            if all(run.gradient_error > self._enough for run in remedies):
+                remedies += self._of_parts(most)
         return Comparison(
             name=asked.name,
             compute_dtype=asked.dtype.name,
+            in_fp8=bool(Policy(asked.entries).fp8_recipes),
             loss=(float(exact.loss), loss),
             gradients=groups,
-            threshold=threshold,
+            threshold=self._enough,
             as_it_is=first,
             remedies=tuple(remedies),
             own_policy=asked.has_own_policy,
@@ -233,17 +223,14 @@ class _Comparing:
         )
 
     def _run(
-        self,
-        name: str,
-        entries: PolicyEntries,
-        scale: float,
-        parts: Sequence[Part] = (),
+        self, name: str, entries: PolicyEntries, parts: Sequence[Part] = ()
     ) -> tuple[Setting, float, Array]:
         """Runs the program in half precision, with parts of it in float32.
 
         It returns the loss and the differences of the gradients as well.
         """
-        exact, trial = self._trials.exact, self._trials.run(entries, scale, parts)
+        exact, scale = self._trials.exact, self._scale
+        trial = self._trials.run(entries, scale, parts)
         loss_error = _relative(_differences([trial.loss], [exact.loss]))
         errors = _differences(trial.gradients, exact.gradients)
         # No step is taken if the loss is lost, whatever the gradients are.
@@ -273,35 +260,35 @@ class _Comparing:
 
     # --- remedies --------------------------------------------------------------------
 
-    def _remedies(
-        self, most: int, largest: float, parts: list[Part]
-    ) -> Iterator[Setting]:
-        """Runs what may help, until something is enough.
+    def _of_all(self, largest: float) -> Iterator[Setting]:
+        """Runs what may help the whole program; a scale that helps stays.
 
-        At most so many parts are in float32. The largest gradient is infinite if the
-        loss is not finite.
+        The largest gradient is infinite if the loss is not finite.
         """
-        entries, tried = self._asked.entries, []
-        if Policy(entries).fp8_recipes:
-            tried.append(("without fp8", without_fp8(entries), self._scale))
-        if self._asked.dtype == jnp.float16 and 0 < largest < math.inf:
-            fitting = min(2.0 ** math.floor(math.log2(_TARGET / largest)), 2.0**24)
-            if fitting != self._scale:
-                tried.append((f"loss scale {fitting:.8g}", entries, fitting))
-        for name, policy, scale in tried:
-            run, *_ = self._run(name, policy, scale)
-            yield run
-            if run.gradient_error <= self._enough:
-                return
-            if scale != self._scale and run.gradient_error < self._error:
-                self._scale, self._error = scale, run.gradient_error
+        asked, scale = self._asked, self._scale
+        if Policy(asked.entries).fp8_recipes:
+            yield self._run("without fp8", without_fp8(asked.entries))[0]
+        if asked.dtype == jnp.float16 and 0 < largest < math.inf:
+            self._scale = min(2.0 ** math.floor(math.log2(_TARGET / largest)), 2.0**24)
+            if self._scale != scale:
+                run, *_ = self._run(f"loss scale {self._scale:.8g}", asked.entries)
+                yield run
+                if run.gradient_error < self._error:
+                    self._error = run.gradient_error
+                else:
+                    self._scale = scale
+
+    def _of_parts(self, most: int) -> Iterator[Setting]:
+        """Runs few parts that are enough in float32, if they are at most so many."""
+        entries = self._asked.entries
 
         @functools.cache
         def in_float32(*parts: Part) -> Setting:
             first = parts[0].line or parts[0].path
             name = f"{first if len(parts) == 1 else f'all {len(parts)}'} in float32"
-            return self._run(name, entries, self._scale, parts)[0]
+            return self._run(name, entries, parts)[0]
 
+        parts = self._trials.parts(entries)
         best = in_float32(*parts).gradient_error if parts else math.inf
         # There may be another fault, which none of them has.
         enough = max(self._enough, 2 * best)

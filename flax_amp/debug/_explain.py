@@ -2,59 +2,104 @@
 
 import dataclasses
 import functools
+import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from html import escape
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flax_amp import _compat
+from flax_amp._compat import Jaxpr
 from flax_amp._rewriter.policy_warnings import PolicyWarning
+from flax_amp._rewriter.primitives import Kind, is_matrix_product, kind_of, walk
+from flax_amp._rewriter.roles import asked_precision
 from flax_amp._rewriter.transform import trace_call
 from flax_amp._training.arguments import first_of
 from flax_amp.debug._call import Call, tool
-from flax_amp.debug._problems import (
-    Problem,
-    find_problems,
-    loss_reads,
-    without_numbers,
+from flax_amp.debug._record import (
+    Equation,
+    Recorder,
+    Visit,
+    float_factors,
+    is_derivative,
+    low_share,
+    stored_bytes,
 )
-from flax_amp.debug._record import Equation, Recorder, low_share, stored_bytes
 from flax_amp.debug._report import (
     Block,
     Report,
     amount,
-    as_text,
+    is_half,
     percent,
     plural,
     short,
     table,
 )
-from flax_amp.policy import Policy
+from flax_amp.policy import Origin, Policy
 
 ONLY = ("problems", "equations")
 
 _LINES = 26  # of the tree, so that it fits a screen with all else
-_NOT_IN_FP8 = "not in fp8: "  # how the reason of such a product begins
+_NOT_IN_FP8 = "not in fp8: "  # how the reason of such a matmul begins
+_SECOND = (
+    "belongs to a gradient that your function takes, as for forces. The loss "
+    "differentiates it again, which makes its roundings larger: see what "
+    "flax_amp.compare_precision tells, or put flax_amp.amp_stop around it."
+)
+_COMPLEX = (
+    "has factors in {0}: no half precision has complex numbers. Multiply real and "
+    "imaginary parts apart to run it in {1}."
+)
+_OWN = (
+    "has factors in {0} without amp: its author set a dtype. Leave out dtype= or the "
+    "cast to let the policy decide."
+)
+_OF_LOSS = ("float32: no matmul reads it", "float32: a scalar")  # results on its way
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something that a person has to act on, or to know."""
+
+    kind: str  #: a short name, such as `float32 matmul`
+    message: str  #: what was found, and what can be done
+    #: The modules; of more than three, with `*` for numbers.
+    paths: tuple[str, ...] = ()
+    source: str = ""  #: the line of the first equation
+    times: int = 0  #: how often the equations run that it concerns
+    flops: int = 0  #: of the matmuls among them
+
+    def title(self, flops: int) -> str:
+        """Its kind, how often it is met, and its share of so many FLOPs."""
+        times = f" x{self.times}" if self.times else ""
+        share = f", {self.flops / flops:.0%} of FLOPs" if self.flops else ""
+        return self.kind + times + share
+
+    @property
+    def where(self) -> str:
+        """Its modules and its line as words; empty for a policy."""
+        modules = first_of([path or "outside of any module" for path in self.paths])
+        inside = "in " if modules and self.paths != ("",) else ""
+        return ", ".join(filter(None, (f"{inside}{modules}", self.source)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Explanation(Report):
-    """What mixed precision does to a function, and why. Made by `flax_amp.explain`.
-
-    It prints as a report, and shows itself as a page in a notebook.
-    """
+    """What mixed precision does to a function, and why. Made by `flax_amp.explain`."""
 
     compute_dtype: str  #: the dtype of low-precision values
     equations: tuple[Equation, ...]  #: those of the function, as they are emitted
     problems: tuple[Problem, ...]  #: what a person has to act on, most important first
     stored: dict[str, int] | None  #: bytes for the backward pass, by dtype, if known
     loss_reads: tuple[str, ...]  #: half-precision results that the loss is made from
-    notes: tuple[str, ...] = ()  #: what limits these figures
 
     @property
     def flops(self) -> int:
@@ -76,13 +121,7 @@ class Explanation(Report):
         Raises:
           ValueError: if `only` is something else.
         """
-        return as_text(self._parts(only))
-
-    def to_html(self) -> str:
-        """Returns one page that needs nothing else, in which modules can be folded."""
-        return _page(self)
-
-    _repr_html_ = to_html
+        return self._text(only)
 
     def _parts(self, only: str | None = None) -> Iterator[Block]:
         if only not in (None, *ONLY):
@@ -106,7 +145,6 @@ class Explanation(Report):
         if only is None:
             yield ""
             yield _tree(self)
-        yield from (Text(f"Note: {note}.") for note in self.notes)
 
 
 @functools.partial(tool, runs=False)
@@ -134,7 +172,7 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
 
     Returns:
       An `Explanation`, or a function that returns one. Print it, or see its methods
-      `report`, `to_dict` and `to_html`.
+      `report` and `to_dict`.
 
     Raises:
       TypeError: if an argument is of a wrong kind.
@@ -159,7 +197,7 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
         warnings.simplefilter("ignore")  # those of the user's code, which a run gives
         warnings.simplefilter("always", PolicyWarning)
         traced = trace_call(call, Policy(asked.entries), asked.dtype)
-    messages = [str(warning.message) for warning in caught]
+    messages = [str(warning.message).removeprefix("amp_policy: ") for warning in caught]
 
     def emitted(*arrays: Any) -> Any:
         return traced.emit(arrays, asked.recompute, recorder)
@@ -167,6 +205,7 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
     closed = jax.make_jaxpr(emitted)(*call.arrays)
     # The gradient emits rules of derivatives again.
     known, visits = recorder.equations, tuple(recorder.visits)
+    problems = sorted(_problems(known, asked.dtype), key=lambda x: (-x.flops, -x.times))
     stored, notes = None, []
     if backward:
         try:
@@ -179,9 +218,9 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
         name=asked.name,
         compute_dtype=asked.dtype.name,
         equations=tuple(visit.row for visit in known),
-        problems=tuple(find_problems(known, messages, asked.dtype)),
+        problems=(*(Problem("policy", x) for x in messages), *problems),
         stored=stored,
-        loss_reads=loss_reads(visits, closed),
+        loss_reads=_loss_reads(visits, closed),
         notes=tuple(notes),
     )
 
@@ -193,10 +232,10 @@ def _totals(found: Explanation) -> Iterator[tuple[str, str]]:
     """Yields the figures of the whole function as words, with what they are about."""
     share = f"forward, {percent(found.low_share or 0, 1)} in half precision"
     yield "matmuls", f"{amount(found.flops, 'FLOP')} {share}" if found.flops else "none"
-    reasons = [row.reason for row in found.equations if row.flops]
-    others = Counter(x.removeprefix(_NOT_IN_FP8) for x in reasons if _NOT_IN_FP8 in x)
+    others = Counter(_why_not_fp8(row) for row in found.equations if row.flops)
     in_fp8 = sum(row.flops for row in found.equations if row.is_in_fp8)
-    if in_fp8 or others:
+    if in_fp8 or any(_NOT_IN_FP8 in row.reason for row in found.equations):
+        del others[""]
         why = "; ".join(f"{reason} ({n})" for reason, n in others.most_common())
         share = f"{in_fp8 / found.flops:.0%} of them"
         yield "in fp8", f"{share}, not: {why}" if why else share
@@ -207,6 +246,14 @@ def _totals(found: Explanation) -> Iterator[tuple[str, str]]:
         sizes = [f"{amount(n, 'B')} {short(x)}" for x, n in found.stored.items()]
         text = " + ".join(sizes) or "nothing"
         yield "stored", f"{text}, for the gradient of the first argument"
+
+
+def _why_not_fp8(row: Equation) -> str:
+    """Returns why a matmul is not in fp8; nothing if it is."""
+    if row.is_in_fp8:
+        return ""
+    is_of_default = row.reason == f"primitive {row.primitive}"
+    return "no key" if is_of_default else row.reason.removeprefix(_NOT_IN_FP8)
 
 
 def _equations(found: Explanation) -> Table:
@@ -220,83 +267,123 @@ def _equations(found: Explanation) -> Table:
     return table(["equation", "computes in", "result"], rows, (1, 2))
 
 
-def _modules(found: Explanation) -> dict[tuple[str, ...], list[Equation]]:
-    """Returns the rows inside of each module, by its path without numbers of layers.
+def _modules(
+    rows: Sequence[Equation], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Sequence[Equation]]]:
+    """Yields modules by their paths without numbers of layers, and the rows in each.
 
     Twelve layers are one, `GPT/Block_*`. A module comes before those in it.
     """
-    modules: dict[tuple[str, ...], list[Equation]] = {(): []}
-    for row in found.equations:
-        path = tuple(filter(None, without_numbers(row.path).split("/")))
-        for end in range(len(path) + 1):
-            modules.setdefault(path[:end], []).append(row)
-    place = {path: i for i, path in enumerate(modules)}
-    order = sorted(modules, key=lambda p: [place[p[:i]] for i in range(len(p) + 1)])
-    return {path: modules[path] for path in order}
+    yield path, rows
+    parts: dict[tuple[str, ...], list[Equation]] = defaultdict(list)
+    for row in rows:
+        names = tuple(filter(None, _without_numbers(row.path).split("/")))
+        if len(names) > len(path):
+            parts[names[: len(path) + 1]].append(row)
+    for part, inside in parts.items():
+        yield from _modules(inside, part)
 
 
 def _tree(found: Explanation) -> Table:
     """Returns the modules, as many levels of them as fit a screen."""
-    modules = _modules(found)
-    levels = range(1, 1 + max(map(len, modules)))
-    fit = (n for n in levels if sum(len(path) <= n for path in modules) <= _LINES)
-    depth = max(fit, default=1)
-    shown = (item for item in modules.items() if len(item[0]) <= depth)
-    cells = (_cells(found, path, rows) for path, rows in shown)
+    modules = list(_modules(found.equations))
+    sizes = [len(path) for path, _ in modules]
+    fit = (n for n in set(sizes) if sum(x <= n for x in sizes) <= _LINES)
+    depth = max(1, *fit)
+    cells = (_cells(found, *module) for module in modules if len(module[0]) <= depth)
     return table(["module", "FLOP", "in half", "stays in float32"], cells, (3,))
 
 
 def _cells(
-    found: Explanation, path: tuple[str, ...], rows: list[Equation]
+    found: Explanation, path: tuple[str, ...], rows: Sequence[Equation]
 ) -> list[str]:
     stays = Counter(row.primitive for row in rows if row.stays_by_rule)
-    copies: dict[tuple[str, ...], list[Equation]] = defaultdict(list)
-    for row in rows:
-        copies[tuple(row.path.split("/")[: len(path)])].append(row)
-    name = found.name
-    if path:
-        names = {copy[-1] for copy in copies}
-        name = names.pop() if len(names) == 1 else path[-1]
-        name += f"  x{len(copies)}" if len(copies) > 1 else ""
-    known = (low_share(of_copy) for of_copy in copies.values())
-    shares = sorted({share for share in known if share is not None})
+    copies = {tuple(row.path.split("/")[: len(path)]) for row in rows}
+    names = {copy[-1] for copy in copies} if path else {found.name}
+    name = names.pop() if len(names) == 1 else path[-1]
+    share = low_share(rows)
     return [
-        "  " * len(path) + name,
+        "  " * len(path) + name + (f"  x{len(copies)}" if len(copies) > 1 else ""),
         amount(sum(row.flops for row in rows), ""),
-        " to ".join(percent(share, 1) for share in (*shares[:1], *shares[1:][-1:])),
+        "" if share is None else percent(share, 1),
         " ".join(name for name, _ in stays.most_common(5)),
     ]
 
 
-# --- the page ------------------------------------------------------------------------
-
-_PAGE = """<!doctype html><meta charset=utf-8><title>{title}</title><style>
-.amp {{ color-scheme: light dark; font: 14px/1.6 system-ui, sans-serif }}
-.amp * {{ overflow-wrap: anywhere; white-space: pre-wrap }}
-</style><div class=amp><pre>{head}</pre>{modules}</div>
-"""
-_MODULE = """<details style="margin-left:{depth}em"><summary>{name}</summary><ul>{items}
-</ul></details>"""
+# --- problems ------------------------------------------------------------------------
 
 
-def _page(found: Explanation) -> str:
-    """Returns the page: the problems as text, and the equations of each module."""
-    modules = []
-    for path, rows in _modules(found).items():
-        name, flops, half, _ = _cells(found, path, rows)
-        summary = f"{name.strip()}: {flops}FLOP, {half} in half" if flops else name
-        own = [row for row in rows if without_numbers(row.path) == "/".join(path)]
-        items = "".join(map(_item, own))
-        modules.append(
-            _MODULE.format(depth=len(path), name=escape(summary.strip()), items=items)
-        )
-    title = escape(f"{found.name} in {found.compute_dtype}")
-    head = escape(found.report(only="problems"))
-    return _PAGE.format(title=title, head=head, modules="".join(modules))
+def _without_numbers(path: str) -> str:
+    """Returns a path without the numbers of layers: `GPT/Block_*`."""
+    return re.sub(r"\d+", "*", path)
 
 
-def _item(row: Equation) -> str:
-    dtypes = dict.fromkeys((str(row.before), str(row.after)))
-    size, what = amount(row.flops, "FLOP"), f"{row.primitive} {row.shape}"
-    facts = (what, size, " => ".join(dtypes), row.reason, row.result, row.source)
-    return f"<li>{escape(' · '.join(filter(None, facts)))}</li>"
+def _problems(visits: Sequence[Visit], half: Any) -> Iterator[Problem]:
+    """Yields what a person has to act on in some equations.
+
+    Findings with the same message are one problem: twelve layers whose matmuls ask for
+    `precision=HIGHEST` are one line, not twelve.
+    """
+    found: dict[tuple[str, str], list[Equation]] = defaultdict(list)
+    for visit in visits if half != jnp.float32 else ():
+        for kind_and_message in _findings(visit, half.name):
+            found[kind_and_message].append(visit.row)
+    for (kind, message), rows in found.items():
+        paths = dict.fromkeys(row.path for row in rows)
+        if len(paths) > 3:
+            paths = dict.fromkeys(map(_without_numbers, paths))
+        times, flops = sum(row.times for row in rows), sum(row.flops for row in rows)
+        yield Problem(kind, message, tuple(paths), rows[0].source, times, flops)
+
+
+def _findings(visit: Visit, half: str) -> Iterator[tuple[str, str]]:
+    """Yields the kind and the message of what is wrong with a matmul."""
+    row, is_matmul = visit.row, is_matrix_product(visit.eqn)
+    floats = list(dict.fromkeys(float_factors(row.before.operands)))
+    names = " and ".join(map(short, floats))
+    if is_matmul and row.is_low and is_derivative(visit.eqn):
+        yield "second derivative", _SECOND
+    if kind_of(visit.eqn) is not Kind.PRODUCT:
+        return
+    if is_matmul and any("complex" in dtype for dtype in floats):
+        yield "complex matmul", _COMPLEX.format(names, half)
+    elif any(map(is_half, floats)):
+        yield "own dtype", _OWN.format(names)
+    elif is_matmul and floats and not row.is_low and (why := _why(visit, half)):
+        yield "float32 matmul", f"stays in {floats[0]}: {why}"
+
+
+def _why(visit: Visit, half: str) -> str:
+    """Says why a matmul stays in float32, unless the user or JAX has chosen that."""
+    row, decision = visit.row, visit.why.decision
+    if asked := asked_precision(visit.eqn):
+        if _compat.is_numerics_of_jax(visit.eqn):
+            return ""
+        return f"it asks for precision={asked}. Leave that out to run it in {half}."
+    is_by_key = row.reason == f"{decision.origin.value} {decision.key}"
+    # The policy that is the default lets all matmuls run in half.
+    is_default = decision.origin is Origin.DEFAULT and decision.key != "amp_stop"
+    if row.is_in_fp8 or is_by_key and not is_default:
+        return ""
+    if visit.whole is not None:
+        name = visit.whole.primitive.name
+        return f"it stands inside of {name}, which runs as a whole."
+    return f"no key of the policy names {row.primitive}." if is_default else row.reason
+
+
+def _loss_reads(visits: Sequence[Visit], closed: Jaxpr) -> tuple[str, ...]:
+    """Returns which half-precision results the arithmetic of a scalar loss reads."""
+    is_loss = [getattr(x, "shape", None) for x in closed.out_avals[:1]] == [()]
+    halves: dict[Any, str] = {}
+    found: dict[str, None] = {}
+    for row, eqn, *_ in visits if is_loss else ():
+        if row.result.startswith(_OF_LOSS):
+            read = _compat.variables(eqn.invars)
+            found |= dict.fromkeys(halves[v] for v in read if v in halves)
+        # What a loop or a call gives is computed from what its matmuls round.
+        inside = chain.from_iterable(map(walk, jaxprs_in_params(eqn.params)))
+        has_matmul = any(is_matrix_product(visit.eqn) for visit in inside)
+        if row.result == "half precision" or has_matmul:
+            text = f"{row.primitive} of {row.path}".removesuffix(" of ")
+            halves |= dict.fromkeys(eqn.outvars, f"{text}, {row.source}")
+    return tuple(found)

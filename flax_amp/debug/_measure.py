@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -45,15 +45,13 @@ class Measurement(Report):
     devices: str  #: how many there are, and of which kind
     turns: int  #: how many steps in each dtype were timed
     figures: dict[str, Figures]  #: what a step takes, by the name of the dtype
-    notes: tuple[str, ...] = ()  #: what limits these figures
 
-    def _parts(self) -> Iterator[Block]:
+    def _parts(self, only: str | None = None) -> Iterator[Block]:
         yield f"{self.name} on {self.devices}, the least of {self.turns} turns"
         yield from (_ON_A_CPU,) if self.platform == "cpu" else ()
         yield ""
         headers = ["", "compile, s", "step, ms", "temporary, MB"]
         yield table(headers, ([name, *self._cells(name)] for name in self.figures))
-        yield from (f"Note: {note}." for note in self.notes)
 
     def _cells(self, name: str) -> Iterator[str]:
         """Yields each figure with its ratio to that of float32."""
@@ -66,7 +64,7 @@ class Measurement(Report):
 
 
 @tool
-def measure(call: Call, *, turns: int = 20, accum_steps: int = 1) -> Measurement:
+def measure(call: Call, *, turns: int = 20) -> Measurement:
     """Measures what a step takes in float32, bfloat16 and float16, on this device.
 
     Of a state, it is the step of `make_train_step`; of a function, and of a pair
@@ -80,7 +78,6 @@ def measure(call: Call, *, turns: int = 20, accum_steps: int = 1) -> Measurement
     Args:
       turns: how many steps to time in each dtype. The dtypes take turns, so that what
         else the machine does affects all of them.
-      accum_steps: of `make_train_step`, for a state.
 
     Returns:
       A `Measurement`, or a function that returns one. Print it.
@@ -99,18 +96,14 @@ def measure(call: Call, *, turns: int = 20, accum_steps: int = 1) -> Measurement
       (['float32', 'bfloat16', 'float16'], True)
     """
     turns = check_count(turns, f"measure: {turns=}", "of steps to time")
-    state = call.asked.holder
-    make: Any = _gradient
-    if isinstance(state, AmpTrainState):
-        make = functools.partial(_train_step, state, accum_steps)
+    is_step = isinstance(call.asked.holder, AmpTrainState)
     compiled, compile_s, step_ms = {}, {}, defaultdict(list)
     for name, precision in _PRECISIONS.items():
-        program, args = make(call, precision)
+        program, args = (_train_step if is_step else _gradient)(call, precision)
         start = time.perf_counter()
         compiled[name] = program.lower(*args).compile(), args
         compile_s[name] = time.perf_counter() - start
-    for name in [*compiled] * (turns + 1):  # the first step takes longer
-        run, args = compiled[name]
+    for name, (run, args) in [*compiled.items()] * (turns + 1):  # the first is slow
         # A step deletes the state that it is given.
         args = jax.block_until_ready(jax.tree.map(_tree.own, args))
         start = time.perf_counter()
@@ -139,9 +132,7 @@ def _gradient(call: Call, precision: Precision) -> tuple[Any, tuple[Any, ...]]:
     return jax.jit(call.gradients(loss)), (jnp.float32(1), call.arrays)
 
 
-def _train_step(
-    state: AmpTrainState, accum_steps: int, call: Call, precision: Precision
-) -> tuple[Any, tuple[Any, ...]]:
+def _train_step(call: Call, precision: Precision) -> tuple[Any, tuple[Any, ...]]:
     """Returns the step of `make_train_step`, and its arguments."""
     loss_fn, *given = call.asked.step
 
@@ -150,11 +141,7 @@ def _train_step(
         out = loss_fn(*args, **kwargs)
         return out if isinstance(out, tuple) else (out, {})
 
-    step: Callable[..., Any] = make_train_step(
-        with_aux,
-        has_aux=True,
-        amp_policy=call.asked.entries,
-        accum_steps=accum_steps,
-    )
-    state = state.replace(precision=precision, scaler=first_scaler(precision))
+    step: Any = make_train_step(with_aux, has_aux=True, amp_policy=call.asked.entries)
+    scaler = first_scaler(precision)
+    state = call.asked.holder.replace(precision=precision, scaler=scaler)
     return step, (state, *given)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from optax.tree_utils import tree_get_all_with_path
 
 from flax_amp import _tree
 from flax_amp._compat import Array
@@ -15,21 +16,15 @@ from flax_amp._training.arguments import first_of
 from flax_amp.debug._call import Call, tool
 from flax_amp.debug._report import Report, is_half, plural, remedy_text
 from flax_amp.debug._run import Cause, Finding, Runner, earliest, is_finite, kinds
-from flax_amp.debug._trial import (
-    Part,
-    Trials,
-    keys_of,
-    lines_of,
-    with_float32,
-)
-from flax_amp.policy import Policy, default_amp_policy, without_fp8
+from flax_amp.debug._trial import Part, Trials, fewest, keys_of, lines_of
+from flax_amp.policy import Policy, default_amp_policy
 
 Verdict = Literal["nothing", "inputs", "scale", "precision", "mathematics"]
 
 _MAX_EXAMPLES = 64  # the most that are listed
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class NonfiniteReport(Report):
     """Where an inf or a NaN comes from. Made by `flax_amp.find_nonfinite`.
 
@@ -55,9 +50,8 @@ class NonfiniteReport(Report):
     #: The modules in float32 with which a run was finite, to add to the policy.
     policy: dict[str, str] = dataclasses.field(default_factory=dict)
     lines: tuple[str, ...] = ()  #: lines outside of modules, likewise
-    notes: tuple[str, ...] = ()  #: what limits these statements
 
-    def _parts(self) -> Iterator[str]:
+    def _parts(self, only: str | None = None) -> Iterator[str]:
         scale = "" if self.scale == 1 else f", scale {self.scale:g}"
         yield f"{self.name} in {self.compute_dtype}{scale}: {self.verdict}"
         if self.reached:
@@ -68,16 +62,15 @@ class NonfiniteReport(Report):
             facts = (pass_, found.path, *found.inside, found.source)
             where = ", ".join(filter(None, facts))
             yield f"{found.what} made {found.kind} in {where}"
-            *operands, result = found.operands or ("",)
-            such = f", such as {found.text}" if found.text else ""
-            if result:
+            if found.operands:
+                *operands, result = found.operands
+                such = f", such as {found.text}" if found.text else ""
                 kind = result.partition(" ")[0]
                 yield f"  {found.bad} of {found.size} elements of {kind}{such}"
                 yield f"  operands: {', '.join(operands)}"
         if self.examples:
             yield f"  {_words(self.examples)}"
         yield self.advice
-        yield from (f"Note: {note}" for note in self.notes)
 
 
 def _words(examples: tuple[int, ...]) -> str:
@@ -123,14 +116,15 @@ def find_nonfinite(call: Call, *, scale: Any = None) -> NonfiniteReport:
       ('mathematics', 'head', 'log(0) = -inf')
     """
     with jax.debug_nans(False), jax.debug_infs(False):
-        return _Diagnosis(call, call.asked.scale(scale)).report()
+        return _Diagnosis(call, call.asked.scale(scale), scale is None).report()
 
 
 class _Diagnosis:
     """Finds the cause of one inf or NaN."""
 
-    def __init__(self, call: Call, scale: float):
+    def __init__(self, call: Call, scale: float, is_own: bool):
         self._asked, self._call, self._scale = call.asked, call, scale
+        self._is_own = is_own  # whether the scale is that of the state
         self._trials = Trials(call)
         trained = call.trained()
         self._wrt = _tree.pick(call.paths, trained)
@@ -201,11 +195,13 @@ class _Diagnosis:
         fault = self._run(programs, scale)
         if fault is None:
             limited = dict.fromkeys(what for run in programs for what in run.limited)
-            notes = (_LIMITED.format(what, asked.dtype) for what in limited)
+            notes = [_LIMITED.format(what, asked.dtype) for what in limited]
+            notes += [_SKIPPED.format(2 * scale)] * self._was_skipped()
             return self._make("nothing", _NOTHING, notes=tuple(notes))
         if fault.arguments & self._faults:
             return self._make("inputs", "", fault)
-        if self._is_of_scale(programs, fault):
+        is_scaled = scale > 1 and fault.finding and fault.finding.backward
+        if is_scaled and self._run(programs, 1.0) is None:
             return self._make("scale", _SCALE, fault)
         if asked.dtype != jnp.float32:
             in_float32 = Chooser(Policy(default_amp_policy), jnp.dtype(jnp.float32))
@@ -216,10 +212,12 @@ class _Diagnosis:
             fault = left  # what no precision fixes
         return self._make("mathematics", _advice(fault), fault)
 
-    def _is_of_scale(self, programs: list[Runner], fault: Cause) -> bool:
-        """Whether a lower scale fixes a fault."""
-        is_scaled = fault.is_backward and self._scale > 1
-        return is_scaled and self._run(programs, 1.0) is None
+    def _was_skipped(self) -> bool:
+        """Whether the scale has fallen, because the last step was skipped."""
+        optimizer = getattr(self._asked.holder, "opt_state", None)
+        flags = tree_get_all_with_path(optimizer, "last_finite")
+        is_scaled = self._is_own and self._scale != 1
+        return is_scaled and not all(np.all(x[...]) for _, x in flags)
 
     def _make(
         self, verdict: Verdict, advice: str, fault: Cause | None = None, **known: Any
@@ -239,54 +237,48 @@ class _Diagnosis:
                     what = f"or drop {_words(examples)}" if examples else path
                     advice = f"Correct {what}: no precision helps."
                 advice = advice or _WRITTEN + path
-        dtype, name = self._asked.dtype.name, self._asked.name
-        return NonfiniteReport(name, dtype, self._scale, verdict, advice, **known)
+        return NonfiniteReport(
+            name=self._asked.name,
+            compute_dtype=self._asked.dtype.name,
+            scale=self._scale,
+            verdict=verdict,
+            advice=advice,
+            **known,
+        )
 
     def _precision(self, fault: Cause) -> NonfiniteReport:
         """Looks for a few parts of the program that are enough in float32."""
-        entries, dtype = self._asked.entries, self._asked.dtype
-        if Policy(entries).fp8_recipes:
-            programs = self._programs(Chooser(Policy(without_fp8(entries)), dtype))
-            if self._run(programs, self._scale) is None:
-                return self._make("precision", _FP8.format(dtype.name), fault)
-        parts, notes = self._trials.parts(entries), tuple[str, ...]()
-        found: list[Part] = []
-        left: Cause | None = fault
-        # One fault may hide the next one.
-        while left and (part := _part_of(left, parts)) in parts and part not in found:
-            found.append(part)
-            left, notes = self._left(found)
-        whole = [Part(part.path)] if part.path else []
-        for some in (parts, whole) if left else ():
-            # It is the victim of another part, or only the whole program is enough.
-            if found := self._trials.search(entries, some):
-                left, notes = self._left(found)
-            if not left:
-                break
-        if left:
-            own = _OWN_KEYS if self._asked.has_own_policy else ""
+        asked, trials = self._asked, self._trials
+        found = self._parts_at_fault(fault)
+        if not found:
+            own = _OWN_KEYS if asked.has_own_policy else ""
             return self._make("precision", _NO_POLICY + own, fault)
+        is_finite = trials.run(asked.entries, self._scale, found).is_finite
         keys, lines = keys_of(found), lines_of(found)
-        text = remedy_text(keys, lines, self._asked.has_own_policy)
-        policy = dict.fromkeys(keys, "float32")
-        known: Any = dict(policy=policy, lines=lines, notes=notes)
-        return self._make("precision", "\n".join((_TRIED, *text)), fault, **known)
+        text = remedy_text(keys, lines, asked.has_own_policy)
+        return self._make(
+            *("precision", "\n".join((_TRIED, *text)), fault),
+            policy=dict.fromkeys(keys, "float32"),
+            lines=lines,
+            notes=() if is_finite else (_SCALE_LEFT,),
+        )
 
-    def _left(self, parts: Sequence[Part]) -> tuple[Cause | None, tuple[str, ...]]:
-        """Returns the fault that is left with parts in float32, and notes."""
-        choose = with_float32(self._asked.entries, self._asked.dtype, parts)
-        programs = self._programs(choose)
-        left = self._run(programs, self._scale)
-        if left and self._is_of_scale(programs, left):
-            return None, (_SCALE_LEFT,)
-        return left, ()
+    def _parts_at_fault(self, fault: Cause) -> list[Part]:
+        """Returns few parts that are enough in float32; none if all are not."""
 
+        # The scaler lowers its scale, so that trials need none.
+        def is_enough(parts: Sequence[Part]) -> bool:
+            return self._trials.run(self._asked.entries, 1.0, parts).is_finite
 
-def _part_of(fault: Cause, parts: Sequence[Part]) -> Part:
-    """Returns the module that a fault stands in, or the line if that is no part."""
-    finding = fault.finding
-    path, line = (finding.path, finding.source) if finding else ("", "")
-    return Part(path) if Part(path) in parts else Part(path, line)
+        every = self._trials.parts(self._asked.entries)
+        finding = fault.finding
+        path, line = (finding.path, finding.source) if finding else ("", "")
+        own = [part for part in (Part(path), Part(path, line)) if part in every]
+        # The fault may be the victim of another part, or only the root is enough.
+        for parts in (own[:1], every, [Part(path)] if path else []):
+            if parts and is_enough(parts):
+                return fewest(parts, is_enough)
+        return []
 
 
 # --- what to do ----------------------------------------------------------------------
@@ -295,6 +287,10 @@ _NOTHING = "The loss, its gradients and the updated variables are finite."
 _LIMITED = (
     "{} holds numbers beyond the range of {}, which were limited, and the step is "
     "applied: look at it unless it is a mask"
+)
+_SKIPPED = (
+    "the last step was skipped, and the scale has fallen since: scale={:g} is that of "
+    "the skipped step, if its scaler halves it"
 )
 _WRITTEN = (
     "It was not finite before this step: restore an earlier checkpoint, and look for "
@@ -306,12 +302,6 @@ _SCALE = (
 )
 _TRIED = "In float32 it is finite. This was tried and fixes it:"
 _SCALE_LEFT = "with this only the scale is too large, which the scaler lowers"
-_FP8 = (
-    "In {0} without matmuls in fp8 it is finite. In fp8, numbers below about 1/300,000 "
-    "of the largest of their array become zeros. Keep the layers before this one out "
-    'of fp8, as in flax_amp.default_amp_policy | {{"*/layer": jnp.{0}}}, or leave out '
-    "fp8."
-)
 _NO_POLICY = (
     "In float32 it is finite, and no part of it in float32 is enough. Lower its inputs "
     "(a norm before it, a clip, a smaller learning rate), or train with '32-true'."
@@ -336,12 +326,15 @@ _DERIVATIVE = (
 
 def _advice(fault: Cause) -> str:
     """Returns what to do about an equation that is not finite in float32 either."""
-    finding, remedy = fault.finding, "look at the arguments"
-    if finding and is_half(finding.dtype):
+    finding = fault.finding
+    if finding is None:
+        remedy = "look at the arguments"
+    elif is_half(finding.dtype):
         return (
             f"The code itself computes in {finding.dtype} there: leave out that cast."
         )
-    if finding:
+    elif finding.backward:
+        remedy = _DERIVATIVE
+    else:
         remedy = _REMEDIES.get(finding.primitive, "look at its operands")
-        remedy = _DERIVATIVE if finding.backward else remedy
     return f"It is not finite in float32 either, so no policy helps: {remedy}."

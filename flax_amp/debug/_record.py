@@ -2,24 +2,33 @@
 
 The emitter calls a `Recorder` with each equation of the user's program, the arrays that
 it was bound to, and why.
+
+The scopes around an equation tell its module. Flax opens the scope `embed.attend` for
+the method `attend` of the module `embed`: a name with one dot is that of a method, as
+it is for the keys of a policy. A name with more dots, such as `eqx.nn.Linear`, is one
+name.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax
 import jax
 import jax.numpy as jnp
+import optax
 from jax.extend.core import jaxprs_in_params
 
+from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr, evaluate, open_jaxpr
 from flax_amp._rewriter.primitives import Kind, is_matrix_product, kind_of
+from flax_amp._scope_paths import split_method
 from flax_amp._tree import fill, pick
-from flax_amp.debug._place import Location, places
 from flax_amp.debug._report import is_half, short
 
 # What they run is all that there is to tell about them.
@@ -58,11 +67,9 @@ class Equation:
     after: Dtypes  #: under `amp`
     reason: str  #: the rule or the policy key that decided what it computes in
     result: str  #: what became of its result, such as that a matmul reads it rounded
-    shape: str  #: of its first result, such as `8x1024x768`
     times: int  #: how often it runs; the body of a `while` counts once
     flops: int  #: of a matmul or a convolution
     source: str  #: the line of the user's code, with its file
-    inside: tuple[str, ...]  #: loops and the like around it, outermost first
 
     @property
     def computes_in(self) -> str:
@@ -85,11 +92,6 @@ class Equation:
         return self.reason.startswith("in fp8")
 
     @property
-    def low_flops(self) -> int:
-        """Its operations, if they run in half precision or in fp8."""
-        return self.flops if self.is_low or self.is_in_fp8 else 0
-
-    @property
     def stays_by_rule(self) -> bool:
         """Whether its result is float32 as that of a sum, or because a key says so."""
         is_sum = kind_of(self.primitive) is Kind.SUM
@@ -100,7 +102,108 @@ class Equation:
 def low_share(rows: Sequence[Equation]) -> float | None:
     """Returns the share of matmuls in half precision; `None` if there are none."""
     flops = sum(row.flops for row in rows)
-    return sum(row.low_flops for row in rows) / flops if flops else None
+    low = sum(row.flops for row in rows if row.is_low or row.is_in_fp8)
+    return low / flops if flops else None
+
+
+# --- where an equation stands --------------------------------------------------------
+
+_LIBRARIES = tuple(
+    str(Path(module.__file__ or "").parent) + os.sep for module in (flax, optax)
+)
+# Scopes that JAX opens around what a backward pass computes again.
+_OF_CHECKPOINTS = ("checkpoint", "rematted_computation")
+
+
+def _is_scope(entry: Any) -> bool:
+    return type(entry).__name__ == "Scope"
+
+
+def scopes_of(eqn: Eqn) -> tuple[str, ...]:
+    """Returns the scopes around an equation in its jaxpr, for `module_path`.
+
+    What stands inside of a transformation may repeat what is around it: it is listed
+    once.
+    """
+    scopes: list[str] = []
+    for is_scope, entries in itertools.groupby(_compat.scopes(eqn), _is_scope):
+        names = [entry.name for entry in entries if is_scope]
+        group = [name for name in names if name not in _OF_CHECKPOINTS]
+        scopes = group if group[: len(scopes)] == scopes else scopes + group
+    half = len(scopes) // 2
+    if eqn.primitive.name == "remat2" and scopes[:half] == scopes[half:]:
+        scopes = scopes[:half]  # what is computed again
+    return tuple(scopes)
+
+
+def is_derivative(eqn: Eqn) -> bool:
+    """Whether an equation is one of a gradient that the user's own function takes."""
+    entries = (entry for entry in _compat.scopes(eqn) if not _is_scope(entry))
+    return any(getattr(entry, "name", "") == "transpose" for entry in entries)
+
+
+def module_path(scopes: tuple[str, ...]) -> str:
+    """Returns the path of modules that scopes mean, without the names of methods."""
+    names: list[str] = []
+    was_method = False
+    for segment in "/".join(scopes).split("/"):
+        if not segment or "->" in segment:  # `jnp.einsum` opens a scope of its formula
+            continue
+        name, method = split_method(segment)
+        if split_method(name)[1]:  # `eqx.nn.Linear`
+            name, method = segment, ""
+        # A method that calls another one of its own module, as Flax's RNN does.
+        if not ((method or was_method) and names and names[-1] == name):
+            names.append(name)
+        was_method = bool(method)
+    return "/".join(names)
+
+
+class Location(NamedTuple):
+    """Where a jaxpr or an equation stands."""
+
+    eqns: tuple[Eqn, ...] = ()  # those around it, and the equation, outermost first
+    inside: tuple[str, ...] = ()  # loops and the like around it, outermost first
+
+    @property
+    def eqn(self) -> Eqn:
+        """The equation; of a jaxpr, the one that holds it."""
+        return self.eqns[-1]
+
+    @property
+    def path(self) -> str:
+        """The path of the module."""
+        return module_path(sum(map(scopes_of, self.eqns), ()))
+
+    @property
+    def times(self) -> int:
+        """How often it runs; what stands in a `while` counts once."""
+        around = self.eqns[:-1]
+        scans = (x.params for x in around if x.primitive.name == "scan")
+        return math.prod(params["length"] for params in scans)
+
+    @property
+    def source(self) -> str:
+        """The line of the user's code; if it is not known, that of what is around."""
+        return next(filter(None, map(source_line, reversed(self.eqns))), "")
+
+    def of(self, eqn: Eqn) -> "Location":
+        """Returns the location of an equation in this jaxpr."""
+        return self._replace(eqns=(*self.eqns, eqn))
+
+    def noted(self, note: str) -> "Location":
+        """Returns the location of one iteration of a loop, or of one branch."""
+        return self._replace(inside=(*self.inside, note))
+
+
+def source_line(eqn: Eqn) -> str:
+    """Returns the line of the user's code that an equation comes from."""
+    frames = list(_compat.user_frames(eqn))
+    of_user = (frame for frame in frames if not frame[0].startswith(_LIBRARIES))
+    file, line = next(of_user, (frames or [("", 0)])[0])
+    relative = os.path.relpath(file) if file else ""
+    path = file if relative.startswith("..") else relative
+    return f"{path}:{line}" if path else ""
 
 
 # --- the user's equations ------------------------------------------------------------
@@ -126,14 +229,14 @@ class Recorder:
         self, eqn: Eqn, around: Any, operands: Any, results: Any, why: Any
     ) -> None:
         after = Dtypes(_dtypes(eqn.invars, operands), _dtypes(eqn.outvars, results))
-        start = functools.reduce(Location.within, around, Location())
+        start = Location(tuple(around))
         self._entered |= {id(outer): outer for outer in around}
         is_own = why.role in _IN_OWN_DTYPES and why.result.startswith("float32")
         result = f"float32: {why.reason}" if is_own else why.result
         row = _row(start.of(eqn), after, why.reason, result)
         self.visits.append(Visit(row, eqn, why))
-        if id(eqn) not in self._entered and _may_enter(eqn):
-            self.visits += _inside(eqn, start.within(eqn), after, why)
+        if id(eqn) not in self._entered:
+            self.visits += _inside(eqn, start, after, why)
 
     @property
     def equations(self) -> list[Visit]:
@@ -146,52 +249,52 @@ class Recorder:
         return [visit.row for visit in self.equations]
 
 
-def _may_enter(eqn: Eqn) -> bool:
-    """Whether an equation has bodies that a reader takes for a part of the program."""
+def _bodies(eqn: Eqn) -> list[Jaxpr]:
+    """Returns what a reader takes for a part of the program among the bodies."""
+    # A comparison of a sort or an update of a scatter is none, and neither is a kernel.
     castable = Kind.PRODUCT, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM
-    return kind_of(eqn) not in castable and eqn.primitive.name != "pallas_call"
+    is_part = kind_of(eqn) not in castable and eqn.primitive.name != "pallas_call"
+    return list(jaxprs_in_params(eqn.params)) if is_part else []
 
 
-def _inside(eqn: Eqn, start: Location, after: Dtypes, why: Any) -> list[Visit]:
-    """Returns the rows of the bodies of an equation that runs as a whole."""
-    # Its bodies are called with halves if it is, as a `relu` on the way to a product.
+def _places(eqn: Eqn, start: Location) -> Iterator[Location]:
+    """Yields the locations of all equations in an equation, each as often as called."""
+    for body in _bodies(eqn):
+        for inner in open_jaxpr(body)[0].eqns:
+            yield start.of(eqn).of(inner)
+            yield from _places(inner, start.of(eqn))
+
+
+def _inside(eqn: Eqn, start: Location, after: Dtypes, why: Any) -> Iterator[Visit]:
+    """Yields the rows of the bodies of an equation that runs as a whole."""
+    # Its bodies are called with halves if it is, as a `relu` on the way to a matmul.
     pairs = zip(dtypes_of(eqn).operands, after.operands, strict=True)
     float_ = next((y for x, y in pairs if x == "float32" and is_half(y)), "float32")
-    found = []
-    inside = list(jaxprs_in_params(eqn.params))
-    firsts = [x for body in inside for x in open_jaxpr(body)[0].outvars[:1]]
-    walks = (places(body, start, _may_enter) for body in inside)
-    for inner in itertools.chain.from_iterable(walks):
-        if inner.eqn.primitive.name in CALLS:
-            continue
-        # No key decided about what is inside of a loop.
-        is_loop = why.role is Kind.STRUCTURED
-        reason = kind_of(inner.eqn).value if is_loop else why.reason
-        before = dtypes_of(inner.eqn)
+    # No key decided about what is inside of a loop.
+    is_loop = why.role is Kind.STRUCTURED
+    # What is told of a result is told of the first one.
+    firsts = [v for body in _bodies(eqn) for v in open_jaxpr(body)[0].outvars[:1]]
+    for at in _places(eqn, start):
+        before = dtypes_of(at.eqn)
         sides = (before.operands, before.results)
         own = (tuple(float_ if x == "float32" else x for x in xs) for xs in sides)
-        # What is told of a result is told of the first one.
-        is_first = any(v is x for v in inner.eqn.outvars for x in firsts)
-        row = _row(inner, Dtypes(*own), reason, why.result if is_first else "")
-        found.append(Visit(row, inner.eqn, why, eqn))
-    return found
+        is_first = any(v is x for v in at.eqn.outvars for x in firsts)
+        reason = kind_of(at.eqn).value if is_loop else why.reason
+        row = _row(at, Dtypes(*own), reason, why.result if is_first else "")
+        yield Visit(row, at.eqn, why, eqn)
 
 
 def _row(at: Location, after: Dtypes, reason: str, result: str) -> Equation:
-    eqn = at.eqn
-    shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars] or [()]
     return Equation(
         path=at.path,
-        primitive=eqn.primitive.name,
-        before=dtypes_of(eqn),
+        primitive=at.eqn.primitive.name,
+        before=dtypes_of(at.eqn),
         after=after,
         reason=reason,
         result=result,
-        shape="x".join(map(str, shapes[0])),
         times=at.times,
-        flops=flops(eqn) * at.times,
+        flops=flops(at.eqn) * at.times,
         source=at.source,
-        inside=at.inside,
     )
 
 
@@ -209,7 +312,7 @@ def _dtypes(atoms: Sequence[Any], arrays: Sequence[Any] = ()) -> tuple[str, ...]
 
 
 def float_factors(dtypes: Sequence[str]) -> list[str]:
-    """Returns those of the two factors of a product that are real or complex floats."""
+    """Returns those of the two factors of a matmul that are real or complex floats."""
     return [x for x in dtypes[:2] if "float" in x or "complex" in x]
 
 

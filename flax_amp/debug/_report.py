@@ -1,8 +1,9 @@
-"""What all reports share: one table, words for numbers, and plain data."""
+"""What all reports share: text, plain data, one table, and words for numbers."""
 
 import dataclasses
 import io
 import json
+import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,14 +20,27 @@ _WIDTH_BESIDE_NAMES = 58
 Block = str | Text | Table | Padding
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Report:
     """The result of a tool: `print` it, or hand `to_dict()` to `json.dump`."""
 
     name: str  #: of the user's function
+    notes: tuple[str, ...] = ()  #: what limits these statements
 
-    def _parts(self) -> Iterable[Block]:
+    def _parts(self, only: str | None = None) -> Iterator[Block]:
         raise NotImplementedError
+
+    def _show(self, only: str | None = None, **options: Any) -> Console:
+        """Prints the report, or a part of it, without reading markup in names."""
+        console = Console(markup=False, emoji=False, highlight=False, **options)
+        notes = (Text(f"Note: {note}.") for note in self.notes)
+        for part in (*self._parts(only), *notes):
+            console.print(part, soft_wrap=isinstance(part, str))
+        return console
+
+    def _recorded(self, only: str | None = None) -> Console:
+        options = dict(file=io.StringIO(), record=True, force_jupyter=False)
+        return self._show(only, width=_width(), **options)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the attributes as dicts, lists, strings and numbers.
@@ -37,28 +51,24 @@ class Report:
         return json.loads(text, parse_constant=str)
 
     def __str__(self) -> str:
-        return as_text(self._parts())
+        return self._text()
+
+    def _text(self, only: str | None = None) -> str:
+        lines = self._recorded(only).export_text().splitlines()
+        return "\n".join(line.rstrip() for line in lines)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.name}: print it to read it>"
 
-
-def as_text(parts: Iterable[Block]) -> str:
-    """Returns a report as text, as wide as the terminal, from 80 to 120 columns."""
-    file = io.StringIO()
-    show(parts, file=file, width=_width(), color_system=None, force_jupyter=False)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+    def _repr_html_(self) -> str:
+        return self._recorded().export_html(
+            inline_styles=True, code_format="<pre>{code}</pre>"
+        )
 
 
 def _width() -> int:
+    """Returns the columns of the terminal, from 80 to 120."""
     return min(max(shutil.get_terminal_size((100, 40)).columns, 80), 120)
-
-
-def show(parts: Iterable[Block], **options: Any) -> None:
-    """Prints a report on a console of rich, without reading markup in users' names."""
-    console = Console(markup=False, emoji=False, highlight=False, **options)
-    for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str))
 
 
 def table(
@@ -70,15 +80,12 @@ def table(
     column 0 are cut, and those in the other left-aligned columns broken into lines.
     """
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for i, header in enumerate(headers):
-        if i == 0:
-            # A long name is cut: in two lines it would look like two modules.
-            width = _width() - _WIDTH_BESIDE_NAMES
-            made.add_column(header, no_wrap=True, max_width=width)
-        elif i in left:
-            made.add_column(header, overflow="fold")
-        else:
-            made.add_column(header, justify="right", no_wrap=True)
+    # A long name is cut: in two lines it would look like two modules.
+    width = _width() - _WIDTH_BESIDE_NAMES
+    made.add_column(headers[0], no_wrap=True, max_width=width)
+    for i, header in enumerate(headers[1:], 1):
+        justify: Any = "left" if i in left else "right"
+        made.add_column(header, justify=justify, no_wrap=i not in left, overflow="fold")
     for cells in rows:
         made.add_row(*map(Text, cells))
     return made
@@ -110,11 +117,7 @@ def plural(count: int, noun: str) -> str:
 
 def short(dtype: str) -> str:
     """Returns a dtype as JAX writes it in jaxprs, `bf16` for `bfloat16`."""
-    names = dict(bfloat="bf", float="f", uint="u", int="i", complex="c")
-    for long, letter in names.items():
-        if dtype.startswith(long):
-            return letter + dtype.removeprefix(long)
-    return dtype
+    return re.sub("^(bf|f|u|i|c)[a-z]*", r"\1", dtype)
 
 
 def is_half(dtype: str) -> bool:

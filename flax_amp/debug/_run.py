@@ -9,10 +9,10 @@ program. So a mask of `-inf`, or an inf that a `where` drops, is no false alarm:
     c = exp y       inf: cause 2
     d = sub c c     NaN: it inherits cause 2
 
-Elementwise arithmetic is followed element by element: an overflow beside a mask is new.
-All else inherits what is bad in its operands. A loop and each of its iterations run as
-a whole first, and equation by equation only if a result is not finite. A `shard_map`
-runs as a whole, and so does what is not known.
+A mask that is a constant or an argument has no cause of its own: an inf beside it, or a
+NaN that comes from it, is new. A loop and each of its iterations run as a whole first,
+and equation by equation only if a result is not finite. A `shard_map` runs as a whole,
+and so does what is not known.
 """
 
 import dataclasses
@@ -30,15 +30,19 @@ from flax_amp import _compat, _tree
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr, evaluate
 from flax_amp._rewriter.primitives import Kind, Trait, bodies, has, kind_of
 from flax_amp._tree import split_list
-from flax_amp.debug._place import Location
-from flax_amp.debug._record import CALLS
+from flax_amp.debug._record import CALLS, Location
 from flax_amp.debug._report import plural, short
 
 # XLA may keep the digits and the range of float32 in fused code. Here each equation is
 # to run in its own dtype.
 _OPTIONS = {"xla_allow_excess_precision": False}
 _CASTS = ("convert_element_type", "flax_amp_spread")
-_ELEMENTWISE_MOVES = "select_n max min clamp neg abs copy stop_gradient".split()
+_NOT_ELEMENTWISE = ("scatter", "select_and", "flax_amp")  # among arithmetic
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "inf": lambda x: x == np.inf,
+    "-inf": lambda x: x == -np.inf,
+    "NaN": np.isnan,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +75,6 @@ class Cause(NamedTuple):
     arguments: frozenset[int] = frozenset()  # that hold it, or have led to it
     examples: tuple[int, ...] = ()  # those of the batch that an equation made so
     reached: tuple[str, ...] = ()  # the results that are not finite
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether an equation of the backward pass is at fault."""
-        return self.finding is not None and self.finding.backward
 
 
 class Value(NamedTuple):
@@ -155,18 +154,15 @@ class Runner:
             chosen = min(max(int(values[0].array), 0), len(branches) - 1)
             inside = at.noted(f"branch {chosen} of {len(branches)}")
             return self._run(branches[chosen], values[1:], inside)
-        outs = self._whole(eqn, functools.partial(_compat.bind_in_context, eqn), values)
+        outs = self._whole(eqn, values)
         if name == "flax_amp_spread" and is_finite(outs[0]):
-            self._note_limited(values[0], outs[0], at)
+            most = float(jnp.abs(values[0].array).max(initial=0))
+            if most > float(jnp.finfo(outs[0].dtype).max):
+                self.limited[f"{values[0].name} ({at.path or at.source})"] = None
         causes = self._causes(eqn, values, outs, at)
         is_moved = has(eqn, Trait.LAYOUT) and len(values) == 1
         made = values[0].name if is_moved else f"the result of {name}"
         return [Value(x, cause, made) for x, cause in zip(outs, causes, strict=True)]
-
-    def _note_limited(self, value: Value, result: Array, at: Location) -> None:
-        most = float(jnp.finfo(result.dtype).max)
-        if float(jnp.abs(value.array).max(initial=0)) > most:
-            self.limited[f"{value.name} ({at.path or at.source})"] = None
 
     def _causes(
         self, eqn: Eqn, values: Sequence[Value], outs: Sequence[Array], at: Location
@@ -174,24 +170,23 @@ class Runner:
         """Returns the cause of each result that is not finite."""
         causes: list[Cause | None] = [None] * len(outs)
         loops = {"scan": self._in_scan, "while": self._in_while}
-        if all(map(is_finite, outs)):
-            return causes
-        if eqn.primitive.name in loops:
+        if eqn.primitive.name in loops and not all(map(is_finite, outs)):
             causes = loops[eqn.primitive.name](eqn, values, at)
         return [
             None if is_finite(x) else cause or self._cause(eqn, values, x, at)
             for x, cause in zip(outs, causes, strict=True)
         ]
 
-    def _whole(self, key: Any, run: Any, values: Sequence[Value]) -> list[Array]:
-        """Runs an equation or a body as a whole; bodies are compiled once for a key."""
-        arrays = [value.array for value in values]
-        if not any(jaxprs_in_params(getattr(key, "params", {"body": key}))):
+    def _whole(self, item: Eqn | Jaxpr, values: Sequence[Value]) -> list[Array]:
+        """Runs an equation or a body as a whole; what has bodies is compiled once."""
+        arrays, is_eqn = [value.array for value in values], hasattr(item, "primitive")
+        run = functools.partial(_compat.bind_in_context if is_eqn else evaluate, item)
+        if is_eqn and not any(jaxprs_in_params(item.params)):
             return list(run(arrays))  # JAX caches it
-        if id(key) not in self.compiled:
+        if id(item) not in self.compiled:
             made = jax.jit(lambda *arrays: run(arrays), compiler_options=_OPTIONS)
-            self.compiled[id(key)] = key, made  # the key, so that its id stays its own
-        return list(self.compiled[id(key)][1](*arrays))
+            self.compiled[id(item)] = item, made  # so that its id stays its own
+        return list(self.compiled[id(item)][1](*arrays))
 
     # --- loops -----------------------------------------------------------------------
 
@@ -199,8 +194,7 @@ class Runner:
         self, body: Jaxpr, values: Sequence[Value], at: Location
     ) -> list[Value]:
         """Runs one iteration, equation by equation if it is not finite."""
-        run = functools.partial(evaluate, body)
-        outs = self._whole(_compat.open_jaxpr(body)[0], run, values)
+        outs = self._whole(body, values)
         if all(map(is_finite, outs)):
             return [Value(x, None, "a result of the loop") for x in outs]
         return self._run(body, values, at)
@@ -221,16 +215,15 @@ class Runner:
         return [*(value.cause for value in carry), *causes]
 
     def _in_while(self, eqn: Eqn, values: Sequence[Value], at: Location) -> Any:
-        params = eqn.params
+        params, count = eqn.params, itertools.count(1)
         counts = params["cond_nconsts"], params["body_nconsts"]
         cond_consts, consts, carry = split_list(values, *counts)
-        test, count = params["cond_jaxpr"], itertools.count(1)
-        run = functools.partial(evaluate, test)
-        while self._whole(_compat.open_jaxpr(test)[0], run, [*cond_consts, *carry])[0]:
-            place = at.noted(f"while iteration {next(count)}")
-            carry = tuple(
-                self._iteration(params["body_jaxpr"], [*consts, *carry], place)
+        while self._whole(params["cond_jaxpr"], [*cond_consts, *carry])[0]:
+            place, body = (
+                at.noted(f"while iteration {next(count)}"),
+                params["body_jaxpr"],
             )
+            carry = tuple(self._iteration(body, [*consts, *carry], place))
         return [value.cause for value in carry]
 
     # --- the cause of a result of one equation ---------------------------------------
@@ -239,25 +232,20 @@ class Runner:
         self, eqn: Eqn, values: Sequence[Value], x: Array, at: Location
     ) -> Cause:
         x = np.asarray(x)
-        bad, suspects = ~np.isfinite(x), [value for value in values if value.cause]
-        fresh = bad & (not suspects)
-        if suspects and _is_elementwise(eqn, values, x):
-            given = [~np.isfinite(np.asarray(v.array)) for v in suspects]
-            fresh = bad & ~functools.reduce(np.logical_or, given)
-            pairs = zip(suspects, given, strict=True)
-            suspects = [value for value, own in pairs if (own & bad).any()]
+        fresh, suspects = ~np.isfinite(x), [value for value in values if value.cause]
         first = earliest([value.cause for value in suspects])
         if first and first.order[0] <= 0:  # an equation, or an argument at fault
             return first
-        arguments: frozenset[int] = frozenset()
+        # A mask of -inf may give another -inf; an inf, or a NaN, is new.
+        for is_kind in _KINDS.values():
+            if any(is_kind(np.asarray(value.array)).any() for value in suspects):
+                fresh &= ~is_kind(x)
         if first and not fresh.any():
-            # A NaN that comes from a mask of -inf is new; another -inf is not.
-            fresh = np.isnan(x)
-            if not fresh.any() or any(np.isnan(v.array).any() for v in suspects):
-                return first
-            arguments = arguments.union(
-                *(v.cause.arguments for v in suspects if v.cause)
-            )
+            return first
+        arguments: frozenset[int] = frozenset()
+        if np.isnan(x[fresh]).any():
+            causes = (value.cause for value in suspects)
+            arguments = arguments.union(*(cause.arguments for cause in causes if cause))
         finding = self._describe(eqn, values, x, fresh, at)
         order = (0, next(self.numbers))
         return Cause(order, finding, arguments, self.examples(fresh))
@@ -265,20 +253,18 @@ class Runner:
     def _describe(
         self, eqn: Eqn, values: Sequence[Value], x: Any, fresh: Any, at: Location
     ) -> Finding:
-        name, inside = eqn.primitive.name, at.inside
+        name, what, text = eqn.primitive.name, eqn.primitive.name, ""
         if name == "shard_map":
-            devices = plural(eqn.params["mesh"].size, "device")
-            inside = (*inside, f"one of {devices}")
-        what, text = name, ""
+            at = at.noted(f"one of {plural(eqn.params['mesh'].size, 'device')}")
         if name in _CASTS:
             what = f"the cast to {x.dtype} of {values[0].name}"
-        elif kind_of(eqn) is Kind.ARITHMETIC and _is_elementwise(eqn, values, x):
+        elif kind_of(eqn) is Kind.ARITHMETIC and not name.startswith(_NOT_ELEMENTWISE):
             # As Python numbers, because a bfloat16 has no format.
             arrays = (np.broadcast_to(v.array, x.shape)[fresh][0] for v in values)
             numbers = ", ".join(f"{number.item():.6g}" for number in arrays)
             text = f"{name}({numbers}) = {x[fresh][0].item():.6g}"
         return Finding(
-            *(at.path, at.source, self.backward, inside, name, what),
+            *(at.path, at.source, self.backward, at.inside, name, what),
             kind=kinds(x[fresh]),
             dtype=str(x.dtype),
             operands=tuple(map(_type, (*(value.array for value in values), x))),
@@ -286,20 +272,6 @@ class Runner:
             size=x.size,
             text=text,
         )
-
-
-def _is_elementwise(eqn: Eqn, values: Sequence[Value], x: Array) -> bool:
-    """Whether each element of a result is computed from the same ones of operands."""
-    name, shapes = eqn.primitive.name, [np.shape(value.array) for value in values]
-    is_known = kind_of(eqn) is Kind.ARITHMETIC or name in _ELEMENTWISE_MOVES
-    if not is_known or name.startswith(("scatter", "select_and", "flax_amp")):
-        return False
-    # An axis of length one is as good as the whole axis.
-    return all(
-        len(shape) in (0, x.ndim)
-        and all(n in (1, size) for n, size in zip(shape, x.shape, strict=False))
-        for shape in shapes
-    )
 
 
 def _row(x: Array, i: int) -> Array:
@@ -321,8 +293,8 @@ def kinds(x: Array) -> str:
     """Returns which of inf, -inf and NaN an array holds."""
     x = np.asarray(x)
     x = np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x
-    found = {"inf": x == np.inf, "-inf": x == -np.inf, "NaN": np.isnan(x)}
-    return " and ".join(name for name, bad in found.items() if bad.any())
+    found = (name for name, is_kind in _KINDS.items() if is_kind(x).any())
+    return " and ".join(found)
 
 
 def _type(x: Array) -> str:

@@ -14,12 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from flax_amp._compat import Array, DType, Eqn, evaluate
+from flax_amp._compat import Array, Eqn, evaluate
 from flax_amp._rewriter.primitives import Kind, kind_of
 from flax_amp._rewriter.roles import Choice, Chooser, Context
 from flax_amp.debug._call import Call, Loss
-from flax_amp.debug._place import module_path, scopes_of, source_line
-from flax_amp.debug._record import Recorder, low_share
+from flax_amp.debug._record import (
+    Recorder,
+    low_share,
+    module_path,
+    scopes_of,
+    source_line,
+)
 from flax_amp.debug._run import is_finite
 from flax_amp.policy import Policy, PolicyEntries
 
@@ -40,6 +45,11 @@ class Trial(NamedTuple):
     updates: list[Array]  # of the variables
     gradients: list[Array]  # without the scale
     low_share: float | None  # of matmuls in half precision; `None` without matmuls
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether a step would be taken."""
+        return all(map(is_finite, (self.loss, *self.updates, *self.gradients)))
 
 
 class Trials:
@@ -71,26 +81,21 @@ class Trials:
         jax.eval_shape(self._in_half(entries, (), recorder), self._call.arrays)
         rows = [row for row in recorder.rows if row.is_low]
         paths = {row.path for row in rows}
-        whole = {x for x in paths if not x or all(is_inside(path, x) for path in paths)}
+        whole = {
+            x for x in paths if not x or all(_is_inside(path, x) for path in paths)
+        }
         parts = {Part(x.path, x.source if x.path in whole else "") for x in rows}
         # Code of a library, called by itself, has neither.
         parts -= {Part(path) for path in whole}
         return sorted(parts, key=lambda part: (part.path.count("/"), part))
 
-    def search(self, entries: PolicyEntries, parts: list[Part]) -> list[Part]:
-        """Returns few parts with which a run is finite; none if all are not enough."""
-
-        def is_enough(parts: Sequence[Part]) -> bool:
-            trial = self.run(entries, 1.0, parts)  # the scaler lowers its scale
-            return all(map(is_finite, (trial.loss, *trial.updates, *trial.gradients)))
-
-        return fewest(parts, is_enough) if parts and is_enough(parts) else []
-
     def _in_half(
         self, entries: PolicyEntries, parts: Collection[Part], recorder: Recorder
     ) -> Loss:
+        """Returns the program in half precision, with parts of it in float32."""
         asked = self._call.asked
-        choose = with_float32(entries, asked.dtype, parts)
+        policy = Policy({**entries, **dict.fromkeys(keys_of(parts), jnp.float32)})
+        choose = _LineChooser(policy, asked.dtype, frozenset(parts))
         traced = self.traced._replace(choose=choose)
         return lambda arrays: traced.emit(arrays, asked.recompute, recorder)
 
@@ -123,17 +128,14 @@ class _LineChooser(Chooser):
         return super().__call__(eqn, context)
 
 
-def with_float32(
-    entries: PolicyEntries, half: DType, parts: Collection[Part]
-) -> Chooser:
-    """Returns what chooses as a policy does, with parts of a program in float32."""
-    policy = Policy({**entries, **dict.fromkeys(keys_of(parts), jnp.float32)})
-    return _LineChooser(policy, half, frozenset(parts))
-
-
 def keys_of(parts: Collection[Part]) -> tuple[str, ...]:
-    """Returns the modules among some parts, as keys of a policy."""
-    return tuple(glob.escape(part.path) for part in parts if not part.line)
+    """Returns the modules among some parts, as keys of a policy.
+
+    The key of an outer module wins: those inside of it have none.
+    """
+    paths = [part.path for part in parts if not part.line]
+    outer = [x for x in paths if not any(_is_inside(x, y) and x != y for y in paths)]
+    return tuple(map(glob.escape, outer))
 
 
 def lines_of(parts: Collection[Part]) -> tuple[str, ...]:
@@ -142,7 +144,7 @@ def lines_of(parts: Collection[Part]) -> tuple[str, ...]:
     return tuple(sorted(lines, key=lambda line: (len(line), line)))
 
 
-def is_inside(path: str, outer: str) -> bool:
+def _is_inside(path: str, outer: str) -> bool:
     """Whether a module is another one, or a part of it."""
     return f"{path}/".startswith(f"{outer}/")
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 import flax_amp
 from flax_amp import AmpTrainState, amp, compare_precision, explain, find_nonfinite
-from flax_amp.debug._place import module_path
+from flax_amp.debug._record import module_path
 
 TOOLS = (explain, find_nonfinite, compare_precision)
 X, W = jnp.full((2, 4), 0.3), jnp.eye(4)
@@ -127,8 +127,8 @@ def ways():
     of_model, model = state_of(model=NNXModel()), NNXModel()
     return [
         (state, linen_loss, "float16", "params"),
-        (of_model, nnx_loss, "float16", "model"),
-        (pair_of(model), nnx_loss, "bfloat16", "model"),
+        (of_model, nnx_loss, "float16", "params"),
+        (pair_of(model), nnx_loss, "bfloat16", "params"),
         (nnx_loss, None, "bfloat16", "model"),
     ]
 
@@ -192,22 +192,18 @@ def test_a_shared_module_has_the_first_path_by_the_alphabet():
     assert found.low_share == 0
 
 
-class Two(nnx.Module):
-    def __init__(self):
-        self.blocks = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in (0, 1)])
+def test_modules_that_must_be_equal():
+    class Two(nnx.Module):
+        def __init__(self):
+            self.one, self.two = (nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in (0, 1))
 
-
-def test_modules_that_must_be_equal_have_no_names():
     def averaged(model, x):
-        layer = jax.tree.map(lambda a, b: (a + b) / 2, *model.blocks)
+        layer = jax.tree.map(lambda a, b: (a + b) / 2, model.one, model.two)
         return jnp.mean(layer(x) ** 2)
 
-    note = "modules have no names: the code needs equal modules"
-    for tool in TOOLS:
-        assert tool(averaged)(Two(), X).notes == (note,)
-    policy = flax_amp.default_amp_policy | {"Two/*": jnp.float32}  # needs the names
-    with pytest.raises(ValueError, match="different pytree metadata"):
-        explain(averaged, amp_policy=policy)(Two(), X)
+    with pytest.raises(ValueError, match="different pytree metadata") as error:
+        explain(averaged)(Two(), X)
+    assert "can use their states" in "".join(error.value.__notes__)
 
 
 # --- what is refused -----------------------------------------------------------------

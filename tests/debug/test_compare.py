@@ -238,7 +238,7 @@ def test_without_fp8_comes_first():
     fp8 = jax.named_call(fun, name="fp8")
     found = compare_precision(fp8, amp_policy=policy)([w * 0.3 for w in ws], x)
     (run,) = found.remedies
-    assert run.name == "without fp8"
+    assert run.name == "without fp8" and "in bfloat16 and fp8 against" in str(found)
     assert run.gradient_error < found.threshold < found.as_it_is.gradient_error
 
 
@@ -310,20 +310,6 @@ def decays(w, x, rates):
     return jax.lax.scan(step, jnp.ones((BATCH, WIDTH)), length=256)[0].mean()
 
 
-def beside_a_module(w, x, size):
-    with jax.named_scope("a"):
-        y = jnp.tanh(x @ w)
-    y = kept(y * size) - kept(y * size - y)
-    return jnp.mean(jnp.tanh(y @ w) ** 2)
-
-
-def in_a_loop(w, x, size):
-    def step(h, _):
-        return jnp.tanh((kept(h * size) - kept(h * size - h)) @ w), None
-
-    return jnp.mean(jax.lax.scan(step, jnp.tanh(x @ w), length=3)[0] ** 2)
-
-
 def in_the_root(w, x, size):
     with jax.named_scope("net"):
         with jax.named_scope("a"):
@@ -336,8 +322,6 @@ def in_the_root(w, x, size):
 LOST = {
     "centring": (centred, 1e4, "# rounded"),
     "decays": (decays, 1e-4, "# decays"),
-    "beside a module": (beside_a_module, 500.0, "# kept"),
-    "in a loop": (in_a_loop, 500.0, "# kept"),
     "in the root": (in_the_root, 500.0, "# kept"),
 }
 

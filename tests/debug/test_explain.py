@@ -1,4 +1,4 @@
-"""`explain`: what its report, its page and its rows tell."""
+"""`explain`: what its report and its rows tell."""
 
 import html
 import json
@@ -50,8 +50,8 @@ def test_rows():
     rows = {e.primitive: e for e in found.equations}
     dot = rows["dot_general"]
     assert str(dot.before) == "f32 -> f32" and dot.after.operands == ("bfloat16",) * 2
-    assert (dot.times, dot.flops, dot.shape) == (3, 3 * 2 * 4 * 8 * 8, "4x8")
-    assert dot.inside == ("scan x3",) and dot.reason == "primitive dot_general"
+    assert (dot.times, dot.flops) == (3, 3 * 2 * 4 * 8 * 8)
+    assert dot.reason == "primitive dot_general"
     assert dot.source.startswith("tests/debug/test_explain.py:")
     assert rows["exp"].after.operands == ("float32",)
     assert "scan" in rows and "jit" not in rows
@@ -92,7 +92,7 @@ def test_a_dict_for_json(found):
     assert data["stored"] == found.stored and min(found.stored.values()) > 0
     assert rows[0].keys() >= {"reason", "source", "times"}
     assert rows[0]["before"] == {"operands": ["float32"], "results": ["float32"]}
-    assert data["problems"][0]["kind"] == "float32 product"
+    assert data["problems"][0]["kind"] == "float32 matmul"
 
 
 def test_the_report_folds_equal_layers(found):
@@ -106,15 +106,7 @@ def test_the_report_folds_equal_layers(found):
     assert "Dense_*  x12" in text and "\n    out " in text
     assert "100 %" in text and "LayerNorm_0" in text
     # Problems come first.
-    assert text.index("float32 product x1") < text.index("    Block_*")
-
-
-def test_equal_layers_of_which_one_differs():
-    """The least and the largest share, so that none hides among the others."""
-    policy = flax_amp.default_amp_policy | {"Model/Block_1": jnp.float32}
-    text = str(explain(loss, amp_policy=policy)(PARAMS, X))
-    (blocks,) = (line for line in text.splitlines() if line.startswith("    Block_"))
-    assert "0 % to 100 %" in blocks
+    assert text.index("float32 matmul x1") < text.index("    Block_*")
 
 
 def test_parts_of_the_report(found):
@@ -145,27 +137,15 @@ def test_no_width_drops_figures(width, monkeypatch):
     assert ("with_a_long_name_[bold]" in shown) == (width == 120)
 
 
-def test_the_page_has_everything_and_needs_nothing_else(found):
-    page = found.to_html()
-    assert page == found._repr_html_()
-    assert not re.search(r"(src|href)=|https?:|@import|script|url\(", page)
-    text = html.unescape(page)
-    assert " ".join(found.problems[0].message.split()) in " ".join(text.split())
-    # An item for each equation, with its reasons, in the module that it stands in.
-    assert page.count("<li>") == len(found.equations)
-    assert text.count("<summary") == text.count("</details>") > 3
-    for row in found.equations:
-        facts = " · ".join(filter(None, (row.reason, row.result, row.source)))
-        assert facts in text and f"{row.primitive} {row.shape}" in text
-
+def test_a_notebook_shows_the_report():
     def fun(x):
-        with jax.named_scope("</details><b>{notes}"):
-            return x * 2
+        with jax.named_scope("<b>[bold]"):
+            return x @ x.T
 
-    fun.__name__ = "</title><i>"
-    page = explain(fun)(X).to_html()
-    assert "<i>" not in page and "<b>" not in page
-    assert page.count("</details>") == page.count("<details")
+    page = explain(fun)(X)._repr_html_()
+    assert page.startswith("<pre>") and "<b>" not in page
+    text = html.unescape(re.sub("<.*?>", "", page))
+    assert text.split() == str(explain(fun)(X)).split()
 
 
 def test_nothing_is_compiled_or_run():
@@ -226,22 +206,19 @@ def test_what_becomes_of_results(fun, name, inside, result):
     assert any(line.startswith(f"{name} ") and result in line for line in lines)
 
 
-@pytest.mark.parametrize("behind", [False, True])
-def test_rounded_numbers_that_a_loss_reads(behind):
-    """The gate is read as it was in its own region, and rounded behind the matmul."""
+def test_rounded_numbers_that_a_loss_reads():
+    """The gate is read as it was in its own region."""
 
     def gated(w, x):
         with jax.named_scope("gate"):
             t = jax.nn.sigmoid(x @ w)
         with jax.named_scope("head"):
             y = t @ w
-        return -jnp.log(1 + t * (y**2 if behind else 1.0)).mean() + y.mean()
+        return -jnp.log(1 + t).mean() + (y**2).mean()
 
     found = explain(gated)(W, X)
-    places = {text.partition(",")[0] for text in found.loss_reads}
-    wanted = {"dot_general of head"} | ({"logistic of gate"} if behind else set())
-    assert places == wanted
-    assert "the loss  reads bf16: " in str(found)
+    places = [text.partition(",")[0] for text in found.loss_reads]
+    assert places == ["dot_general of head"] and "the loss  reads bf16: " in str(found)
     # Of a result that is no loss there is nothing to tell.
     assert not explain(lambda w, x: x @ w)(W, X).loss_reads
 
@@ -284,3 +261,10 @@ def test_matmuls_in_fp8_are_no_problem():
     found = explain(loss, amp_policy=policy, backward=False)(ws, x)
     assert "in fp8    " in str(found) and not found.problems
     assert found.low_share == 1
+
+    def half(w, x):
+        return jax.named_call(jnp.matmul, name="a")(jnp.tanh(x @ w), w)
+
+    by_scope = flax_amp.default_amp_policy | {"a": flax_amp.use_fp8(emulate=True)}
+    found = explain(half, amp_policy=by_scope)(W, X)
+    assert "in fp8   50% of them, not: no key (1)" in str(found)

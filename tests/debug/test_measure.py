@@ -163,8 +163,8 @@ def test_command(capsys, monkeypatch):
     updates = []
     monkeypatch.setattr(jax.config, "update", lambda *args: updates.append(args))
     target = "debug/test_measure:function"
-    assert __main__.main(["measure", target, "--turns", "1"]) == 0
-    assert "the least of 1 turns" in capsys.readouterr().out
+    assert __main__.main(["measure", target]) == 0
+    assert "the least of 20 turns" in capsys.readouterr().out
     assert updates == []  # the device stays the user's
 
 

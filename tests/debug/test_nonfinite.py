@@ -13,6 +13,7 @@ from flax import nnx
 
 import flax_amp
 from flax_amp import AmpTrainState, find_nonfinite
+from flax_amp.debug._trial import Part, keys_of
 
 THIS = "tests/debug/test_nonfinite.py"
 LINES = (Path(__file__).parents[2] / THIS).read_text().splitlines()
@@ -275,7 +276,8 @@ def test_gradients_overflow_by_the_scale_alone():
     # After a skipped step the scale fits; that of the step tells why it was skipped.
     state, metrics = flax_amp.make_train_step(squares)(scaled(2.0**12), X)
     assert not metrics["grads_finite"]
-    assert find_nonfinite(state, squares, X).verdict == "nothing"
+    found = find_nonfinite(state, squares, X)
+    assert found.verdict == "nothing" and "scale=4096 is that of" in found.notes[0]
     assert find_nonfinite(state, squares, X, scale=2.0**12).verdict == "scale"
     found = find_nonfinite(scaled(2.0**22), overflow, X)
     assert found.verdict == "precision" and found.finding.path == "net/bad"
@@ -330,6 +332,11 @@ def test_the_policy_is_for_what_fixes_it(fun, place, fixing):
             assert found.policy == {f"net/{key}": "float32" for key in fixing}
     policy = flax_amp.default_amp_policy | {f"net/{key}": jnp.float32 for key in fixing}
     assert in_float16(loss, amp_policy=policy)(w, x).verdict == "nothing"
+
+
+def test_only_keys_that_act():
+    parts = [Part("net/a/b"), Part("net/a"), Part("net/ab"), Part("", "train.py:3")]
+    assert keys_of(parts) == ("net/a", "net/ab")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

@@ -21,11 +21,6 @@ def inner(w, x):
     return x @ w
 
 
-def opaque(w, x):
-    inverse = jax.lax.linalg.schur(w)[0]
-    return x @ inverse + jax.lax.nextafter(x, x)
-
-
 def layers(w, x):
     for i in range(3):
         with jax.named_scope(f"Layer_{i}"):
@@ -38,18 +33,18 @@ LAYERS = ["Layer_0", "Layer_1", "Layer_2"]
 
 # name: function, additions to the policy, kind, words of the message, paths
 PLANTED = {
-    "precision": (layers, {}, "float32 product", "precision=HIGHEST", LAYERS),
+    "precision": (layers, {}, "float32 matmul", "precision=HIGHEST", LAYERS),
     "no key": (
         lambda w, x: inner(w, x) + jax.lax.conv(X[None], X[None], (1,), "SAME")[0, :1],
         {jax.lax.dot_general_p: None},
-        "float32 product",
+        "float32 matmul",
         "no key of the policy names dot_general",
         [""],
     ),
     "preferred": (
         lambda w, x: jax.lax.dot(x, w, preferred_element_type=jnp.bfloat16),
         {},
-        "float32 product",
+        "float32 matmul",
         "preferred_element_type=bfloat16",
         [""],
     ),
@@ -62,13 +57,6 @@ PLANTED = {
         "own dtype",
         "has factors in bf16 without amp",
         ["Dense"],
-    ),
-    "opaque": (
-        opaque,
-        {},
-        "unknown primitive",
-        "says nothing about nextafter",
-        [""],
     ),
     "forces": (
         jax.named_call(
@@ -83,7 +71,7 @@ PLANTED = {
     "complex": (
         lambda w, x: (x @ (w + 1j * w)).real,
         {},
-        "complex product",
+        "complex matmul",
         "has factors in f32 and c64: no half precision has complex numbers",
         [""],
     ),
@@ -145,7 +133,7 @@ def test_random_numbers_and_callbacks_are_no_problem():
 )
 def test_products_inside_of_jax_are_no_problem(fun):
     found = explain(fun)(W, X)
-    assert "float32 product" not in {p.kind for p in found.problems}
+    assert "float32 matmul" not in {p.kind for p in found.problems}
     assert 0 < found.low_share < 1
 
 
