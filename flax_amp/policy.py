@@ -105,15 +105,15 @@ class InDtype:
 
 @dataclasses.dataclass(frozen=True)
 class use_fp8:  # noqa: N801 - reads as a function in a policy
-    """Runs matrix products by weights on 8-bit floats, all else by the rule of `amp`.
+    """Runs matmuls by weights on 8-bit floats, all else by the rule of `amp`.
 
     As the value of `jax.lax.dot_general_p`, or as `matmul_dtype`, it leaves small
-    products, the first layer and the last one in half precision. As the value of a
-    scope it takes small products and the last one as well (`docs/fp8.md`).
+    matmuls, the first layer and the last one in half precision. As the value of a
+    scope it takes small matmuls and the last one as well (`docs/fp8.md`).
 
     Args:
-      emulate: `None`: a default device without such products is refused where the
-        function is traced. `True`: the products run in float32 on the same 8-bit
+      emulate: `None`: a default device without such matmuls is refused where the
+        function is traced. `True`: the matmuls run in float32 on the same 8-bit
         numbers, on any device. `False`: nothing is refused, as to compile for another
         device.
 
@@ -171,7 +171,7 @@ def read_precision(word: Any) -> tuple[Any, MatmulDType]:
 
 # --- policies ------------------------------------------------------------------------
 
-# The default of `amp`: products run in half precision, and everything else follows the
+# The default of `amp`: matmuls run in half precision, and everything else follows the
 # rule. Extend it with `default_amp_policy | {...}`.
 default_amp_policy: dict[Any, PrecisionFunction] = {
     lax.dot_general_p: use_compute_precision,

@@ -1,7 +1,7 @@
 """The six lines of docs/policies.md, read again for programs in a straight line.
 
 It shares nothing with the rewriter: it runs a program in the dtypes that the lines ask
-for, one equation after the other, and notes them. Calls without a product are opened.
+for, one equation after the other, and notes them. Calls without a matmul are opened.
 """
 
 from typing import Any, NamedTuple
@@ -79,18 +79,18 @@ class Reading:
 
         for step in self.steps:
             level = max((self.level.get(v, 0) for v in step.floats), default=0)
-            product = step.is_in("dot_general")
-            self.level |= dict.fromkeys(step.outs, level + product)
-            if product or after & {*step.floats}:
+            matmul = step.is_in("dot_general")
+            self.level |= dict.fromkeys(step.outs, level + matmul)
+            if matmul or after & {*step.floats}:
                 after |= {*step.outs}
             for v in step.floats:
-                if product or inside.get(v, level) != level:
+                if matmul or inside.get(v, level) != level:
                     outside.add(v)  # 3. it leaves its region
-                    later |= set() if product else {v}
+                    later |= set() if matmul else {v}
             arrays = [v for v in step.floats if v in after]
             if step.is_in("add") and len(arrays) == len(step.ins):
                 self.sums |= {*step.outs}
-            inside |= {} if product else dict.fromkeys(step.outs, level)
+            inside |= {} if matmul else dict.fromkeys(step.outs, level)
             if step.is_in(SUMS):
                 sums |= {*step.outs}
             if step.is_in(LAYOUT) and {*step.floats} <= self.weights:

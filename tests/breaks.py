@@ -119,8 +119,8 @@ _rewriter/bodies.py
   rewriter/test_regions.py::test_a_scan_adds_up_the_cotangents_of_what_it_closes_over
 - wide = emitter.cast_like(consts, eqn.invars[:start], (False,) * start)
 + wide = consts
-  rewriter/test_fp8.py::test_a_policy_for_dots_saves_products_in_fp8
-- params["policy"] = PolicyOfPlainProducts(params["policy"])
+  rewriter/test_fp8.py::test_a_policy_for_dots_saves_matmuls_in_fp8
+- params["policy"] = PolicyOfPlainMatmuls(params["policy"])
 + pass
 
 _rewriter/custom_derivatives.py
@@ -161,7 +161,7 @@ _rewriter/streams.py
 - i in x.streams and i not in states and bool(v.aval.shape)
 + bool(v.aval.shape)
   rewriter/test_loops.py::test_trained_weights_are_states
-- self.states.update(carry for carry, _ in pairs & factor.products)
+- self.states.update(carry for carry, _ in pairs & factor.matmuls)
 + pass
 
 _training/core.py

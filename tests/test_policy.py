@@ -38,8 +38,8 @@ def test_default_policy_is_a_plain_dict_of_functions():
         for key, fn in flax_amp.default_amp_policy.items()
         if fn is flax_amp.use_compute_precision
     }
-    products = {name for name, row in TRAITS.items() if row.kind is Kind.PRODUCT}
-    assert low == products
+    matmuls = {name for name, row in TRAITS.items() if row.kind is Kind.MATMUL}
+    assert low == matmuls
     assert len(flax_amp.default_amp_policy) == len(low) + 2
 
 
@@ -233,8 +233,8 @@ def linear_in_half(params, x):
 
 
 def linear_with_half_weight(params, x):
-    product = params["weight"].astype(F16) @ x.astype(F16)
-    return product.astype(F32) + params["bias"]
+    matmul = params["weight"].astype(F16) @ x.astype(F16)
+    return matmul.astype(F32) + params["bias"]
 
 
 @pytest.mark.filterwarnings("ignore:.*of this program runs in:flax_amp.PolicyWarning")

@@ -1,9 +1,9 @@
-"""How equations with products in their bodies are emitted.
+"""How equations with matmuls in their bodies are emitted.
 
 Each function gets the operands as they are, in float32 or rounded, and what is known of
 the bodies from outside. It changes only what it has to (the bodies, and the dtypes at
 their borders) and leaves everything else as it is: names, shardings, donation,
-policies, unrolling. What has no product inside is bound as it was written.
+policies, unrolling. What has no matmul inside is bound as it was written.
 """
 
 import functools
@@ -18,7 +18,7 @@ from flax_amp._rewriter.casts import rounded
 from flax_amp._rewriter.custom_derivatives import custom_jvp, custom_vjp
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.flow import Flags, Outside, ResultUses
-from flax_amp._rewriter.fp8 import PolicyOfPlainProducts
+from flax_amp._rewriter.fp8 import PolicyOfPlainMatmuls
 from flax_amp._rewriter.primitives import bodies, is_float32
 from flax_amp._rewriter.streams import streams
 from flax_amp._tree import split_list
@@ -48,7 +48,7 @@ def _checkpoint(
     body, consts = _compat.hoist_consts(closed)
     params = eqn.params | {"jaxpr": body}
     if emitter.planner.choose.policy.fp8_recipes and params["policy"] is not None:
-        params["policy"] = PolicyOfPlainProducts(params["policy"])
+        params["policy"] = PolicyOfPlainMatmuls(params["policy"])
     return _compat.bind(eqn, [*consts, *operands], params)
 
 
@@ -100,7 +100,7 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Arr
     )
     rest = (False,) * len(xs)
     uses = ResultUses(
-        is_stream + outside.uses.for_products[count:],
+        is_stream + outside.uses.for_matmuls[count:],
         is_stream + outside.uses.rounded[count:],
         tuple(not one for one in is_stream) + outside.uses.for_results[count:],
     )
@@ -108,7 +108,7 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Arr
         outside.context,
         uses,
         arguments=(*outside.arguments[:start], *(False,) * count, *xs_are_arguments),
-        after_product=(*(False,) * start, *is_stream, *rest),
+        after_matmul=(*(False,) * start, *is_stream, *rest),
     )
 
     # The cotangents of what each step reads add up over the steps, in float32.

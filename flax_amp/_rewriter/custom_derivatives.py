@@ -1,4 +1,4 @@
-"""Custom derivatives with products inside: rebuilt, and never inlined.
+"""Custom derivatives with matmuls inside: rebuilt, and never inlined.
 
 The user's rule is traced through `jax.jvp` or `jax.vjp` of the original equation, and
 the traced rule is rewritten like everything else. To inline the function instead would
@@ -149,7 +149,7 @@ class _Call:
         operands = [*map(self._value_of, consts), *operands]
         count = len(jaxpr.invars)
         known = Outside.in_float32(self.context, len(jaxpr.outvars), (False,) * count)
-        known = known._replace(after_product=(True,) * count)
+        known = known._replace(after_matmul=(True,) * count)
         return self.emitter.emit(jaxpr, operands, known)
 
     def _value_of(self, const: Any) -> Any:

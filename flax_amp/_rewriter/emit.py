@@ -19,7 +19,7 @@ from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Jaxpr, Var
 from flax_amp._rewriter.casts import cast_number, down, spread, up
 from flax_amp._rewriter.flow import HALF_ROLES, Node, Outside, Read, among
-from flax_amp._rewriter.fp8 import fp8_dot, fp8_product
+from flax_amp._rewriter.fp8 import fp8_dot, fp8_matmul
 from flax_amp._rewriter.plan import Piece, Plan, Planner
 from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.primitives import (
@@ -47,8 +47,8 @@ class Emitter:
     """Emits the plans of one call of the user's function."""
 
     planner: Planner
-    half: DType  # of products
-    # By the primitive of an equation with products in its bodies: what emits it, as
+    half: DType  # of matmuls
+    # By the primitive of an equation with matmuls in its bodies: what emits it, as
     # `emit_bodies[...](emitter, eqn, operands, outside)`.
     emit_bodies: dict[str, Callable[..., Arrays]]
     recompute: bool  # whether the backward pass computes regions again
@@ -56,7 +56,7 @@ class Emitter:
     record: Record | None = None  # is told of each equation
     around: tuple[Eqn, ...] = ()  # those in whose bodies the equations stand
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)  # rewritten bodies
-    # Why products stay in half precision, or "" for those in fp8, counted.
+    # Why matmuls stay in half precision, or "" for those in fp8, counted.
     fp8: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def replace(self, **changes: Any) -> "Emitter":
@@ -148,7 +148,7 @@ class _Run:
         eqn, plan, record = node.eqn, self.plan, self.emitter.record
         with _compat.equation_context(eqn):
             # Few frames, because calls may be nested deeply.
-            emit = self._structured if node.has_product else self._plain
+            emit = self._structured if node.has_matmul else self._plain
             operands, results, reason = emit(node)
             results = self._write(eqn, results)
         if record is not None:
@@ -160,7 +160,7 @@ class _Run:
         """Returns what an equation is bound to, what it gives, and why."""
         eqn, (role, reason, decision, *_) = node.eqn, node.choice
         half = self.emitter.half
-        if role is Kind.PRODUCT and isinstance(decision.function, use_fp8):
+        if role is Kind.MATMUL and isinstance(decision.function, use_fp8):
             in_fp8 = self._in_fp8(node)
             self.emitter.fp8[in_fp8 if isinstance(in_fp8, str) else ""] += 1
             if not isinstance(in_fp8, str):
@@ -187,12 +187,12 @@ class _Run:
         return *self._arithmetic(node), reason
 
     def _structured(self, node: Node) -> tuple[Arrays, Arrays, str]:
-        """Emits an equation with products in its bodies."""
+        """Emits an equation with matmuls in its bodies."""
         eqn, emitter = node.eqn, self.emitter
         assert node.uses is not None
         arguments = among(eqn.invars, self.plan.arguments)
-        after_product = among(eqn.invars, self.plan.after_product)
-        outside = Outside(node.choice.body_context, node.uses, arguments, after_product)
+        after_matmul = among(eqn.invars, self.plan.after_matmul)
+        outside = Outside(node.choice.body_context, node.uses, arguments, after_matmul)
         operands = self._operands(node)
         inside = emitter.replace(around=(*emitter.around, eqn))
         emit_bodies = emitter.emit_bodies[eqn.primitive.name]
@@ -200,17 +200,17 @@ class _Run:
         return operands, results, node.choice.reason
 
     def _in_fp8(self, node: Node) -> tuple[use_fp8, int] | str:
-        """Returns how a product runs in fp8, or why it does not."""
+        """Returns how a matmul runs in fp8, or why it does not."""
         factors = node.eqn.invars[:2]
         arguments = among(factors, self.plan.arguments)
-        after_product = among(factors, self.plan.after_product)
+        after_matmul = among(factors, self.plan.after_matmul)
         if self.emitter.in_loop:
             # A factor that is no weight may come from the step before.
             others = set(_compat.variables(factors)) - self.plan.arguments
-            after_product = among(factors, self.plan.after_product | others)
-        is_read = node.eqn.outvars[0] in self.plan.flow.for_products
+            after_matmul = among(factors, self.plan.after_matmul | others)
+        is_read = node.eqn.outvars[0] in self.plan.flow.for_matmuls
         decision = node.choice.decision
-        return fp8_product(node.eqn, arguments, after_product, is_read, decision)
+        return fp8_matmul(node.eqn, arguments, after_matmul, is_read, decision)
 
     def _arithmetic(self, node: Node) -> tuple[Arrays, Arrays]:
         """Emits an equation of a region."""
@@ -241,7 +241,7 @@ class _Run:
         """Whether a move, or an addition of two halves or a bias, stays in half."""
         eqn, role, name = node.eqn, node.choice.role, node.eqn.primitive.name
         others, has_half = self._not_half(node)
-        is_read = not self.plan.flow.for_products.isdisjoint(eqn.outvars)
+        is_read = not self.plan.flow.for_matmuls.isdisjoint(eqn.outvars)
         # What a gather reads is the larger array, which is not cast up for it.
         if not has_half or not (is_read or name == "gather"):
             return False

@@ -1,14 +1,14 @@
-"""The flow of a program: its regions, and what a product reads later.
+"""The flow of a program: its regions, and what a matmul reads later.
 
-    h = dot x w        level 0, a product; its result is half
+    h = dot x w        level 0, a matmul; its result is half
     a = tanh h         level 1 --+
     s = sum a          level 1   |  one region
-    l = div s 8        level 1 --+  the loss reads float32: nothing behind is a product
-    y = dot a v        level 1, a product; it reads `a` rounded, which is a border value
+    l = div s 8        level 1 --+  the loss reads float32: nothing behind is a matmul
+    y = dot a v        level 1, a matmul; it reads `a` rounded, which is a border value
     z = mul y a        level 2: another region, which reads `a` rounded
 
-The level of an equation is the number of products on the longest path to it. Loops,
-branches and calls without a product are arithmetic like any other. A call with products
+The level of an equation is the number of matmuls on the longest path to it. Loops,
+branches and calls without a matmul are arithmetic like any other. A call with matmuls
 is one step from level to level; the region before it goes on inside, and that of its
 last level goes on behind it.
 """
@@ -39,16 +39,16 @@ from flax_amp._rewriter.roles import Choice, Chooser, Context
 Flags = tuple[bool, ...]
 
 # These read rounded numbers, and give half precision.
-HALF_ROLES = (Kind.PRODUCT, Kind.HALF)
+HALF_ROLES = (Kind.MATMUL, Kind.HALF)
 _CALLS = ("jit", "closed_call", "eval_jaxpr")
-# Without products, these do not stand apart.
+# Without matmuls, these do not stand apart.
 _HELD = ("custom_jvp_call", "cond", *_CALLS)
 
 
 class ResultUses(NamedTuple):
     """What happens outside of a jaxpr to its results."""
 
-    for_products: Flags  # which ones a product reads later
+    for_matmuls: Flags  # which ones a matmul reads later
     rounded: Flags  # which of them no arithmetic of their region reads before
     # Which are results of the program or states of a loop, as they are or moved.
     for_results: Flags
@@ -60,10 +60,10 @@ class Outside(NamedTuple):
     context: Context
     uses: ResultUses
     arguments: Flags  # which inputs are those of the whole program, moved at most
-    # Which inputs come after a product. In a loop these are the streams alone: what is
-    # computed from the state of a recurrence is not rounded until a product in the body
+    # Which inputs come after a matmul. In a loop these are the streams alone: what is
+    # computed from the state of a recurrence is not rounded until a matmul in the body
     # comes between.
-    after_product: Flags
+    after_matmul: Flags
 
     @classmethod
     def in_float32(cls, context: Context, results: int, arguments: Flags) -> "Outside":
@@ -74,8 +74,8 @@ class Outside(NamedTuple):
 
     def without(self, count: int) -> "Outside":
         """Returns this without the first inputs."""
-        arguments, others = self.arguments[count:], self.after_product[count:]
-        return self._replace(arguments=arguments, after_product=others)
+        arguments, others = self.arguments[count:], self.after_matmul[count:]
+        return self._replace(arguments=arguments, after_matmul=others)
 
 
 class Read(NamedTuple):
@@ -95,15 +95,15 @@ class Node:
 
     eqn: Eqn
     choice: Choice
-    level: int  # the number of products on the longest path to it
-    has_product: bool  # in a body, or something else that leaves its own dtypes
+    level: int  # the number of matmuls on the longest path to it
+    has_matmul: bool  # in a body, or something else that leaves its own dtypes
     reads: Reads = dataclasses.field(default_factory=list)  # whatever is rounded
-    uses: ResultUses | None = None  # if it has a product
+    uses: ResultUses | None = None  # if it has a matmul
 
     @property
     def in_region(self) -> bool:
         """Whether it is arithmetic of a region, and no step to the next level."""
-        return not (self.choice.role in HALF_ROLES or self.has_product)
+        return not (self.choice.role in HALF_ROLES or self.has_matmul)
 
 
 class Flow(NamedTuple):
@@ -111,7 +111,7 @@ class Flow(NamedTuple):
 
     program: Program
     nodes: Sequence[Node]
-    for_products: set[Var]  # what a product reads later
+    for_matmuls: set[Var]  # what a matmul reads later
     read_inside: set[Var]  # what arithmetic of its own region reads
     for_results: set[Var]  # results and states of loops, and what is moved to them
 
@@ -136,7 +136,7 @@ class Flows:
         self.choose = choose
         self.cache: dict[Any, Any] = {}
 
-    def has_product(self, eqn: Eqn, choice: Choice) -> bool:
+    def has_matmul(self, eqn: Eqn, choice: Choice) -> bool:
         """Whether something in a body does not run in its own dtypes.
 
         A rule that closes over a variable is traced here, whatever is inside.
@@ -148,16 +148,16 @@ class Flows:
         condition = eqn.params.get("cond_jaxpr")
         all_bodies = [*bodies(eqn), *([] if condition is None else [condition])]
         return any(
-            self._holds_product(_compat.open_jaxpr(body)[0], choice.body_context)
+            self._holds_matmul(_compat.open_jaxpr(body)[0], choice.body_context)
             for body in all_bodies
         )
 
     @cached
-    def _holds_product(self, body: Jaxpr, context: Context) -> bool:
+    def _holds_matmul(self, body: Jaxpr, context: Context) -> bool:
         changed = (*HALF_ROLES, Kind.CALLED)
         pairs = ((eqn, self.choose(eqn, context)) for eqn in body.eqns)
         return any(
-            choice.role in changed or self.has_product(eqn, choice)
+            choice.role in changed or self.has_matmul(eqn, choice)
             for eqn, choice in pairs
         )
 
@@ -179,25 +179,25 @@ class Flows:
             return False
         if eqn.primitive.name != "jit":  # it has no options
             return True
-        return not (self.has_product(eqn, choice) or is_apart(eqn))
+        return not (self.has_matmul(eqn, choice) or is_apart(eqn))
 
     @cached
     def flow(self, closed: Jaxpr, context: Context, uses: ResultUses) -> Flow:
         """Sweeps over a jaxpr, forward and then backward.
 
-        The second sweep finds what a product reads later, and what its own region
+        The second sweep finds what a matmul reads later, and what its own region
         reads.
         """
         program = self.program(closed, context)
         found, region = self._levels(program, context)
-        for_products = set(flagged(program.outvars, uses.for_products))
+        for_matmuls = set(flagged(program.outvars, uses.for_matmuls))
         read_inside = set(flagged(program.outvars, [not half for half in uses.rounded]))
         for_results = set(flagged(program.outvars, uses.for_results))
         nodes = []
         for node in reversed(found):
             invars, level = node.eqn.invars, node.level
-            to_products, unrounded, read, of_results = self._reading(
-                node, for_products, read_inside, for_results
+            to_matmuls, unrounded, read, of_results = self._reading(
+                node, for_matmuls, read_inside, for_results
             )
             # As it was before a border it reads what is of its own region.
             reads: Reads = [
@@ -207,36 +207,36 @@ class Flows:
                 for v, is_unrounded in zip(invars, unrounded, strict=True)
             ]
             nodes.append(dataclasses.replace(node, reads=reads, uses=of_results))
-            for_products.update(flagged(invars, to_products))
+            for_matmuls.update(flagged(invars, to_matmuls))
             own = (v for v in flagged(invars, read) if region[v] == level)
             read_inside.update(own)
             passes = _is_move(node) or is_relu(node.eqn)
             if passes and not for_results.isdisjoint(node.eqn.outvars):
                 for_results.update(v for v in variables(invars) if region[v] == level)
-        return Flow(program, nodes[::-1], for_products, read_inside, for_results)
+        return Flow(program, nodes[::-1], for_matmuls, read_inside, for_results)
 
     def _reading(
         self,
         node: Node,
-        for_products: set[Var],
+        for_matmuls: set[Var],
         read_inside: set[Var],
         for_results: set[Var],
     ) -> tuple[Flags, Flags, Flags, ResultUses | None]:
         """Returns how an equation reads its operands, by what reads its results.
 
-        That is which of them a product reads later, which are read as they were before
+        That is which of them a matmul reads later, which are read as they were before
         a border, which arithmetic of their region reads, and what happens to the
-        results if a product is inside.
+        results if a matmul is inside.
         """
         eqn, outvars, count = node.eqn, node.eqn.outvars, len(node.eqn.invars)
-        if node.has_product:
-            rounded = tuple(v in for_products and v not in read_inside for v in outvars)
+        if node.has_matmul:
+            rounded = tuple(v in for_matmuls and v not in read_inside for v in outvars)
             of_results = ResultUses(
-                among(outvars, for_products), rounded, among(outvars, for_results)
+                among(outvars, for_matmuls), rounded, among(outvars, for_results)
             )
-            to_products, read = self._operand_uses(eqn, node.choice, of_results)
-            return to_products, read, read, of_results
-        leads = not node.in_region or not for_products.isdisjoint(outvars)
+            to_matmuls, read = self._operand_uses(eqn, node.choice, of_results)
+            return to_matmuls, read, read, of_results
+        leads = not node.in_region or not for_matmuls.isdisjoint(outvars)
         unrounded = (node.in_region,) * count
         # The operand of a move is read as its result is.
         passes = _is_move(node) and read_inside.isdisjoint(outvars)
@@ -252,7 +252,7 @@ class Flows:
         for eqn in program.eqns:
             choice = self.choose(eqn, context)
             level = max((region[v] for v in variables(eqn.invars)), default=0)
-            node = Node(eqn, choice, level, self.has_product(eqn, choice))
+            node = Node(eqn, choice, level, self.has_matmul(eqn, choice))
             nodes.append(node)
             region |= dict.fromkeys(eqn.outvars, level + (not node.in_region))
         return nodes, region
@@ -260,7 +260,7 @@ class Flows:
     def _operand_uses(
         self, eqn: Eqn, choice: Choice, uses: ResultUses
     ) -> tuple[Flags, Flags]:
-        """Returns which operands the bodies' products read, and which arithmetic first.
+        """Returns which operands the bodies' matmuls read, and which arithmetic first.
 
         `uses` is what happens to the results of the equation.
         """
@@ -269,21 +269,21 @@ class Flows:
             return (True,) * count, (True,) * count
         if eqn.primitive.name == "scan":  # the next step reads what this one gives
             _, carried = _compat.scan_counts(eqn)
-            for_products = (True,) * carried + uses.for_products[carried:]
-            uses = uses._replace(for_products=for_products)
-        to_products, read_inside = [False] * count, [False] * count
+            for_matmuls = (True,) * carried + uses.for_matmuls[carried:]
+            uses = uses._replace(for_matmuls=for_matmuls)
+        to_matmuls, read_inside = [False] * count, [False] * count
         for body in bodies(eqn):
             flow = self.flow(body, choice.body_context, uses)
             # The index of a branch comes before the operands of the body.
             offset = count - len(flow.program.invars)
             for i, v in enumerate(flow.program.invars, start=offset):
-                to_products[i] |= v in flow.for_products
+                to_matmuls[i] |= v in flow.for_matmuls
                 read_inside[i] |= v in flow.read_inside
-        return tuple(to_products), tuple(read_inside)
+        return tuple(to_matmuls), tuple(read_inside)
 
 
 def is_apart(eqn: Eqn) -> bool:
-    """Whether an equation without products is emitted outside of `jax.checkpoint`."""
+    """Whether an equation without matmuls is emitted outside of `jax.checkpoint`."""
     return any(map(_is_apart_itself, (eqn, *inside(eqn))))
 
 

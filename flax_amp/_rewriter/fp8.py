@@ -1,8 +1,8 @@
-"""Matrix products of 8-bit floats: how one is computed, which ones pay, and where.
+"""Matmuls of 8-bit floats: how one is computed, which ones pay, and where.
 
-`docs/fp8.md` says what they compute, and which ones they are. To JAX such a product is
+`docs/fp8.md` says what they compute, and which ones they are. To JAX such a matmul is
 a bilinear primitive, as `dot_general` is: derivatives of any order and mode are such
-products again, with the axes that JAX gives those of `dot_general`. One factor is a
+matmuls again, with the axes that JAX gives those of `dot_general`. One factor is a
 weight in float32, and the other one is in half precision; the backward pass stores
 them, and not their 8-bit copies.
 """
@@ -47,8 +47,8 @@ def fp8_dot(
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyOfPlainProducts:
-    """A policy of `jax.checkpoint` that sees each fp8 product as a `dot_general`."""
+class PolicyOfPlainMatmuls:
+    """A policy of `jax.checkpoint` that sees each fp8 matmul as a `dot_general`."""
 
     policy: Callable[..., Any]
 
@@ -58,20 +58,20 @@ class PolicyOfPlainProducts:
         return self.policy(primitive, *avals, **params)
 
 
-# --- which products, and where -------------------------------------------------------
+# --- which matmuls, and where -------------------------------------------------------
 
 
-def fp8_product(
+def fp8_matmul(
     eqn: Eqn,
     is_weight: Sequence[bool],
     is_computed: Sequence[bool],
     leads: bool,
     decision: Decision,
 ) -> tuple[use_fp8, int] | str:
-    """Returns how a product runs in fp8 and its weight, or why it stays in half.
+    """Returns how a matmul runs in fp8 and its weight, or why it stays in half.
 
     A factor is a weight if it is an argument, moved at most, and computed if it comes
-    from more than arguments. A result leads to a product if one reads it later.
+    from more than arguments. A result leads to a matmul if one reads it later.
     """
     if eqn.primitive.name != "dot_general":
         return f"{eqn.primitive.name} has no form in fp8"
@@ -90,7 +90,7 @@ def fp8_product(
     # Who names a layer means it, also if it is the last one, or small.
     if decision.origin is not Origin.SCOPE:
         if not leads:
-            return "no product in half precision behind it"
+            return "no matmul in half precision behind it"
         if not _pays(eqn, weight):
             return f"too small, {avals[0].shape} by {avals[1].shape}"
     recipe: Any = decision.function
@@ -98,7 +98,7 @@ def fp8_product(
 
 
 def _pays(eqn: Eqn, weight: int) -> bool:
-    """Whether a product and those of its backward pass are faster in fp8.
+    """Whether a matmul and those of its backward pass are faster in fp8.
 
     For `M x K` by `K x N` numbers they save the time of `3 M K N` operations. Their
     traffic grows by 6 bytes for each number of the activations and of the cotangents,
@@ -124,7 +124,7 @@ def check_device(recipes: Collection[use_fp8]) -> None:
     device = jax.devices(device)[0] if isinstance(device, str) else device
     if not has_fp8(device):
         raise ValueError(
-            f"fp8: the device {device.device_kind!r} has no matrix products in fp8, as "
+            f"fp8: the device {device.device_kind!r} has no matmuls in fp8, as "
             "GPUs of NVIDIA from compute capability 8.9 on and TPUs from generation 7 "
             "on have. Expected precision='bf16-mixed', or to run the same numbers "
             "without the speed, amp_policy=flax_amp.default_amp_policy | "
@@ -134,7 +134,7 @@ def check_device(recipes: Collection[use_fp8]) -> None:
 
 
 def has_fp8(device: Any) -> bool:
-    """Whether a device has products of `float8_e4m3fn` numbers."""
+    """Whether a device has matmuls of `float8_e4m3fn` numbers."""
     if device.platform == "tpu":
         return not re.match(r"TPU v[2-6]", device.device_kind)
     # GPUs of AMD say "gfx942", and have other formats with the same names.
@@ -183,7 +183,7 @@ def quantize(x: Array, e: Array, format_: DType) -> Array:
     return (x * power_of_two(-e, x.dtype) + not_finite).astype(format_)
 
 
-def _product(
+def _matmul(
     *factors: Array,
     dimension_numbers: Any,
     formats: Sequence[DType],
@@ -194,7 +194,7 @@ def _product(
     _, batch = dimension_numbers
     copies, exponents = [], []
     for x, format_, of_batch in zip(factors, formats, batch, strict=True):
-        # Each product of a batch, such as one for each expert, has its own exponent.
+        # Each matmul of a batch, such as one for each expert, has its own exponent.
         # The axes are in order, so that both passes make the same copy: to XLA, a
         # maximum over the axes (1, 0) is another one than that over (0, 1).
         axes = [axis for axis in range(x.ndim) if axis not in of_batch]
@@ -210,19 +210,19 @@ def _product(
         in_order = jnp.transpose(e, [*of_batch, *axes])
         exponents.append(lax.squeeze(in_order, range(len(of_batch), x.ndim)))
     # The powers of two can follow the rounding to bfloat16, because they change no
-    # digit. Devices that add up a sharded product then exchange bfloat16.
+    # digit. Devices that add up a sharded matmul then exchange bfloat16.
     rounds_first = dtype == jnp.bfloat16 and not emulate
     lhs, rhs = copies
     y = lax.dot_general(
         lhs,
         rhs,
         dimension_numbers,
-        # Hopper's faster products add up in fewer digits: only in the forward pass.
+        # Hopper's faster matmuls add up in fewer digits: only in the forward pass.
         precision="highest" if BACKWARD in formats and not emulate else None,
         preferred_element_type=dtype if rounds_first else jnp.float32,
     )
     e = lax.expand_dims(sum(exponents), range(len(batch[0]), y.ndim))
-    # In two steps, since `2**e` itself may be out of range where its product is not.
+    # In two steps, since `2**e` itself may be out of range where the result is not.
     for part in (e >> 1, e - (e >> 1)):
         y = y * power_of_two(part, y.dtype)
     return y.astype(dtype)
@@ -232,7 +232,7 @@ def _product(
 
 
 def _as_plain(fn: Callable[..., Array], *operands: Array, **params: Any) -> Array:
-    """Returns what a function of one `dot_general` gives, with its product in fp8."""
+    """Returns what a function of one `dot_general` gives, with its matmul in fp8."""
 
     def run(eqn: Eqn, values: Arrays) -> Arrays:
         if eqn.primitive is not lax.dot_general_p:
@@ -252,12 +252,12 @@ def _transpose(
     aval, other = factors[i].aval, factors[1 - i]
 
     def of_plain(g: Array, other: Array) -> Array:
-        def product(x: Array) -> Array:
+        def matmul(x: Array) -> Array:
             pair = (x, other) if i == 0 else (other, x)
             return lax.dot_general(*pair, dimension_numbers)
 
         x = jax.ShapeDtypeStruct(aval.shape, jnp.float32)
-        return jax.linear_transpose(product, x)(g)[0]
+        return jax.linear_transpose(matmul, x)(g)[0]
 
     params |= dict(dtype=g.dtype, formats=(BACKWARD, formats[1 - i]))
     return _as_plain(of_plain, g, other, **params).astype(aval.dtype)
@@ -266,12 +266,12 @@ def _transpose(
 def _batch(
     factors: Arrays, dims: Sequence[Any], *, dimension_numbers: Any, **params: Any
 ) -> Any:
-    product = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers)
-    return _as_plain(jax.vmap(product, tuple(dims)), *factors, **params), 0
+    matmul = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers)
+    return _as_plain(jax.vmap(matmul, tuple(dims)), *factors, **params), 0
 
 
 def _plain(*factors: Any, dimension_numbers: Any, dtype: DType, **_: Any) -> Any:
-    """Returns the operands and parameters of the same product as a `dot_general`."""
+    """Returns the operands and parameters of the same matmul as a `dot_general`."""
     return tuple(x.update(dtype=dtype, weak_type=False) for x in factors), dict(
         dimension_numbers=dimension_numbers,
         precision=None,
@@ -288,14 +288,14 @@ def _abstract_eval(*factors: Any, **params: Any) -> Any:
 def _lower_for_gpu(context: Any, *factors: Any, **params: Any) -> Any:
     # A layout is a custom call, which `jax.export` would refuse.
     is_exported = context.module_context.lowering_parameters.for_export
-    product = functools.partial(_product, constrain_layout=not is_exported)
-    return mlir.lower_fun(product, multiple_results=False)(context, *factors, **params)
+    matmul = functools.partial(_matmul, constrain_layout=not is_exported)
+    return mlir.lower_fun(matmul, multiple_results=False)(context, *factors, **params)
 
 
-fp8_dot_p.def_impl(_product)
+fp8_dot_p.def_impl(_matmul)
 fp8_dot_p.def_effectful_abstract_eval(_abstract_eval)
 ad.defbilinear(fp8_dot_p, *(functools.partial(_transpose, i) for i in (0, 1)))
 batching.primitive_batchers[fp8_dot_p] = _batch
-mlir.register_lowering(fp8_dot_p, mlir.lower_fun(_product, multiple_results=False))
+mlir.register_lowering(fp8_dot_p, mlir.lower_fun(_matmul, multiple_results=False))
 for _platform in ("cuda", "rocm"):
     mlir.register_lowering(fp8_dot_p, _lower_for_gpu, platform=_platform)

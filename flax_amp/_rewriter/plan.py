@@ -1,6 +1,6 @@
 """Which values are rounded, and which are stored: the rule of `amp` on one jaxpr.
 
-The sweeps of `flow.py` find which values leave their region for a product. The plan
+The sweeps of `flow.py` find which values leave their region for a matmul. The plan
 says which of them are rounded there, what the backward pass reads from memory, and
 which equations one `jax.checkpoint` holds.
 """
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
     why_float32: dict[Var, str]  # and not rounded at a border; "" for what is rounded
     unrounded_inside: set[Var]  # rounded, but read unrounded by their own region
     arguments: set[Var]  # or constants of the whole program, reshaped or transposed
-    after_product: set[Var]  # what comes after a product
+    after_matmul: set[Var]  # what comes after a matmul
     numbers: dict[Var, float]  # the variables all of whose elements are one number
     stored: dict[Var, Stored]  # what the backward pass may store
     results: Reads
@@ -88,11 +88,11 @@ class Planner(Flows):
         """Returns the plan of a jaxpr."""
         flow = self.flow(closed, outside.context, outside.uses)
         arguments, numbers = _arguments(flow.program, outside)
-        after_product = _after_product(flow, outside)
+        after_matmul = _after_matmul(flow, outside)
         leaving, read_by_later = _read_outside(flow, outside)
-        why_float32 = _why_float32(flow, leaving, after_product)
+        why_float32 = _why_float32(flow, leaving, after_matmul)
         border = {v for v, why in why_float32.items() if not why}
-        residual_sums = border & _residual_sums(flow, read_by_later, after_product)
+        residual_sums = border & _residual_sums(flow, read_by_later, after_matmul)
         # Who gets a result, such as the next step of a loop, gets it as it was.
         unrounded_results = [not is_half for is_half in outside.uses.rounded]
         residual_sums -= set(flagged(flow.program.outvars, unrounded_results))
@@ -102,7 +102,7 @@ class Planner(Flows):
         stored = _stored(flow, border, read_by_later, residual_sums)
         pieces = _pieces(nodes, results)
         return Plan(
-            *(flow, why_float32, unrounded_inside, arguments, after_product, numbers),
+            *(flow, why_float32, unrounded_inside, arguments, after_matmul, numbers),
             *(stored, results, pieces),
         )
 
@@ -138,7 +138,7 @@ def _reads(
 
 
 def _why_float32(
-    flow: Flow, leaving: set[Var], after_product: set[Var]
+    flow: Flow, leaving: set[Var], after_matmul: set[Var]
 ) -> dict[Var, str]:
     """Says of each float32 variable why it is not rounded at a border, "" if it is.
 
@@ -151,9 +151,9 @@ def _why_float32(
         for v in filter(is_float32, node.eqn.outvars):
             if not v.aval.shape:
                 why[v] = "a scalar"
-            elif v not in flow.for_products:
+            elif v not in flow.for_matmuls:
                 why[v] = "no matmul reads it later"
-            elif v not in after_product:
+            elif v not in after_matmul:
                 why[v] = "computed from arguments alone"
             elif v in sums:
                 why[v] = "a sum or a maximum"
@@ -181,7 +181,7 @@ def _sums(flow: Flow) -> set[Var]:
 
 
 def _residual_sums(
-    flow: Flow, read_by_later: set[Var], after_product: set[Var]
+    flow: Flow, read_by_later: set[Var], after_matmul: set[Var]
 ) -> set[Var]:
     """Returns the sums of two computed arrays that a later region reads.
 
@@ -190,7 +190,7 @@ def _residual_sums(
     """
     found: set[Var] = set()
     for eqn in flow.program.eqns:
-        terms = [v for v in variables(eqn.invars) if v in after_product]
+        terms = [v for v in variables(eqn.invars) if v in after_matmul]
         if eqn.primitive.name in ("add", "add_any") and len(terms) == 2:
             found.update(read_by_later.intersection(eqn.outvars))
     return found
@@ -212,15 +212,13 @@ def _arguments(program: Program, outside: Outside) -> tuple[set[Var], dict[Var, 
     return arguments, numbers
 
 
-def _after_product(flow: Flow, outside: Outside) -> set[Var]:
-    """Returns the variables that come after a product."""
-    after_product = set(flagged(flow.program.invars, outside.after_product))
+def _after_matmul(flow: Flow, outside: Outside) -> set[Var]:
+    """Returns the variables that come after a matmul."""
+    after_matmul = set(flagged(flow.program.invars, outside.after_matmul))
     for node in flow.nodes:
-        if not (
-            node.in_region and after_product.isdisjoint(variables(node.eqn.invars))
-        ):
-            after_product.update(node.eqn.outvars)
-    return after_product
+        if not (node.in_region and after_matmul.isdisjoint(variables(node.eqn.invars))):
+            after_matmul.update(node.eqn.outvars)
+    return after_matmul
 
 
 def small_steps(program: Program) -> set[Var]:
@@ -265,23 +263,23 @@ def _is_sum(atom: Atom, made: Mapping[Var, Eqn]) -> bool:
 def _stored(
     flow: Flow, border: set[Var], read_by_later: set[Var], residual_sums: set[Var]
 ) -> dict[Var, Stored]:
-    """Returns what the backward pass may store: results of products, border values."""
+    """Returns what the backward pass may store: results of matmuls, border values."""
     by_arithmetic, ill = _readings(flow)
     stored: dict[Var, Stored] = {}
     for node in flow.nodes:
-        is_product = node.choice.role in HALF_ROLES
+        is_low = node.choice.role in HALF_ROLES
         is_matmul = node.eqn.primitive.name == "dot_general"
         for v in node.eqn.outvars:
-            if not is_product and v not in border:
+            if not is_low and v not in border:
                 continue
-            has_barrier = v in flow.for_products and v in by_arithmetic
+            has_barrier = v in flow.for_matmuls and v in by_arithmetic
             on_tpu = is_matmul or v in residual_sums
             platforms = ON_GPU_AND_TPU if on_tpu else ON_GPU
             is_read = v in border and v in read_by_later
             stored[v] = Stored(
                 platforms if has_barrier else NOWHERE,
                 is_rounded=v in ill or is_read,
-                # What nothing but products reads is computed again.
+                # What nothing but matmuls reads is computed again.
                 in_loops=v not in border or is_read,
             )
     return stored
@@ -343,7 +341,7 @@ def _groups(nodes: Sequence[Node]) -> list[Piece]:
         eqn = node.eqn
         own = max((depth[v] for v in variables(eqn.invars)), default=0)
         stands_apart = (
-            node.has_product or node.choice.role is Kind.CALLED or is_apart(eqn)
+            node.has_matmul or node.choice.role is Kind.CALLED or is_apart(eqn)
         )
         if stands_apart and eqn.effects:
             own = floor = max(own, floor)

@@ -1,4 +1,4 @@
-"""Warnings at trace time: a policy has no effect, or products stay in float32.
+"""Warnings at trace time: a policy has no effect, or matmuls stay in float32.
 
 They read the traced program alone, before it is planned, once for each trace of the
 function that `amp` was given.
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from flax_amp import _compat
 from flax_amp._compat import Jaxpr
-from flax_amp._rewriter.primitives import Kind, Visit, is_matrix_product, walk
+from flax_amp._rewriter.primitives import Kind, Visit, is_matmul, walk
 from flax_amp._rewriter.roles import Chooser, Context, untraceable
 from flax_amp._scope_paths import paths
 from flax_amp.policy import Origin, Policy
@@ -42,7 +42,7 @@ def _warn(message: str) -> None:
 
 
 def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None:
-    """Warns of keys that match nothing, and if no product runs in half precision.
+    """Warns of keys that match nothing, and if no matmul runs in half precision.
 
     `names` are those of the inputs of the traced program, such as `params['w']`.
     """
@@ -56,24 +56,24 @@ def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None
     if choose.half == jnp.float32:
         return
     kept = Counter(
-        _why_kept(choose, visit) for visit in equations if is_matrix_product(visit.eqn)
+        _why_kept(choose, visit) for visit in equations if is_matmul(visit.eqn)
     )
     if kept and "" not in kept:
         _warn(
-            "amp: no matrix product or convolution of this program runs in "
+            "amp: no matmul or convolution of this program runs in "
             f"{choose.half} by amp: {_most_common(kept)}. Expected some between "
             "float32 arrays: cast what is float64, leave out dtype=, precision=, "
             "preferred_element_type= and jax.default_matmul_precision, and start from "
             "flax_amp.default_amp_policy | {...} with fewer keys. Or leave out amp; "
-            "flax_amp.explain shows each product."
+            "flax_amp.explain shows each matmul."
         )
 
 
 def warn_of_fp8(policy: Policy, reasons: Counter[str]) -> None:
-    """Warns with the reasons if fp8 is asked for, and no product runs in it, as ""."""
+    """Warns with the reasons if fp8 is asked for, and no matmul runs in it, as ""."""
     if policy.fp8_recipes and "" not in reasons:
         _warn(
-            "amp: no matrix product of this program runs in fp8: "
+            "amp: no matmul of this program runs in fp8: "
             f"{_most_common(reasons) or 'it has none that could'}. Expected one by a "
             "weight, an argument of the function, that is large enough (docs/fp8.md). "
             "Leave out fp8, or name the layers that run in it whatever their size, as "
@@ -85,9 +85,9 @@ def _most_common(reasons: Counter[str]) -> str:
     return "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
 
 
-def _why_kept(choose: Chooser, product: Visit) -> str:
-    """Says why `amp` leaves a product as it is, or "" if that is not its doing."""
-    eqn, scopes, around = product
+def _why_kept(choose: Chooser, matmul: Visit) -> str:
+    """Says why `amp` leaves a matmul as it is, or "" if that is not its doing."""
+    eqn, scopes, around = matmul
     # The program says so itself: half precision, or fp8 of its own.
     dtypes = [v.aval.dtype for v in eqn.invars[:2]]
     if any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes):

@@ -19,7 +19,7 @@ from flax_amp._compat import Atom, Eqn, Jaxpr
 class Kind(enum.Enum):
     """What a primitive does with digits, or what a policy makes of an equation."""
 
-    PRODUCT = "a matmul or a convolution"  # what half precision speeds up
+    MATMUL = "a matmul or a convolution"  # what half precision speeds up
     MOVE = "moves, selects or compares numbers, and rounds none"
     ARITHMETIC = "arithmetic"
     SUM = "adds up along an axis or over devices"
@@ -70,10 +70,10 @@ _ILL = Trait.ILL_CONDITIONED
 
 TRAITS = _table(
     {
-        # Products. The hardware adds up in float32 whatever the dtype of the result.
+        # Matmuls. The hardware adds up in float32 whatever the dtype of the result.
         # `dot_general` may also be an inner or an outer product: see `kind_by_shape`.
         "dot_general conv_general_dilated ragged_dot_general": Traits(
-            Kind.PRODUCT, Trait.STORED
+            Kind.MATMUL, Trait.STORED
         ),
         # Moves: exact in any dtype, but for rounded literals.
         """reshape squeeze broadcast_in_dim transpose rev slice split unstack tile
@@ -234,7 +234,7 @@ def is_layout(eqn: Eqn) -> bool:
 def kind_by_shape(eqn: Eqn) -> Kind:
     """Returns the kind of an equation; that of a `dot_general` depends on its shapes.
 
-    A product that adds nothing up is arithmetic. A product that leaves no axes but
+    A matmul that adds nothing up is arithmetic. A matmul that leaves no axes but
     those of a batch is a sum:
 
         einsum("i,j->ij", positions, frequencies)     a multiplication
@@ -252,12 +252,12 @@ def kind_by_shape(eqn: Eqn) -> Kind:
         return Kind.ARITHMETIC
     shared = len(contracted) + len(batch)
     is_sum = all(len(shape) == shared for shape in shapes)
-    return Kind.SUM if is_sum else Kind.PRODUCT
+    return Kind.SUM if is_sum else Kind.MATMUL
 
 
-def is_matrix_product(eqn: Eqn) -> bool:
-    """Whether an equation is a matrix product or a convolution."""
-    return kind_by_shape(eqn) is Kind.PRODUCT
+def is_matmul(eqn: Eqn) -> bool:
+    """Whether an equation is a matmul or a convolution."""
+    return kind_by_shape(eqn) is Kind.MATMUL
 
 
 def repeats(eqn: Eqn) -> bool:

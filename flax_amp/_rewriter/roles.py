@@ -44,7 +44,7 @@ class Chooser:
     """Says of each equation what it is for the rule."""
 
     policy: Policy
-    half: DType  # of products
+    half: DType  # of matmuls
 
     def __call__(self, eqn: Eqn, context: Context) -> Choice:
         scopes = context.scopes + _compat.scope_names(eqn)
@@ -88,8 +88,8 @@ class Chooser:
         is_original = function in (use_original_precision, InDtype(jnp.float32))
         if is_original and decision.is_chosen:
             return Kind.ORIGINAL, ""
-        if is_original or (is_fp8 and kind is not Kind.PRODUCT):
-            is_own = kind is Kind.PRODUCT or kind is Kind.LINEAR_ALGEBRA
+        if is_original or (is_fp8 and kind is not Kind.MATMUL):
+            is_own = kind is Kind.MATMUL or kind is Kind.LINEAR_ALGEBRA
             return Kind.ORIGINAL if is_own else kind, kind.value
         if is_fp8 or function in (use_compute_precision, InDtype(self.half)):
             return self._in_half(eqn, kind, decision)
@@ -101,18 +101,18 @@ class Chooser:
         """Returns the role of an equation that the policy wants in half precision."""
         if obstacle := self._obstacle(eqn):
             return Kind.ORIGINAL, obstacle
-        if kind is not Kind.PRODUCT:
+        if kind is not Kind.MATMUL:
             return Kind.HALF, ""
         # A dtype for a scope lowers all that is inside, inner and outer products too.
         is_fp8 = isinstance(decision.function, use_fp8)
         if decision.origin is Origin.SCOPE and not is_fp8:
-            return Kind.PRODUCT, ""
+            return Kind.MATMUL, ""
         match kind_by_shape(eqn):
             case Kind.ARITHMETIC:
                 return Kind.ARITHMETIC, "it adds nothing up: a multiplication"
             case Kind.SUM:
                 return Kind.SUM, "an inner product is a sum"
-        return Kind.PRODUCT, ""
+        return Kind.MATMUL, ""
 
     def _obstacle(self, eqn: Eqn) -> str:
         """Says why an equation cannot run in half precision, if it cannot."""
@@ -124,7 +124,7 @@ class Chooser:
             is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
             if is_inexact and dtype not in (jnp.float32, self.half):
                 return f"{dtype} operand"
-        if kind_of(eqn) is Kind.PRODUCT:
+        if kind_of(eqn) is Kind.MATMUL:
             # A quantized weight has a range of its own, which a half may not have.
             for dtype in dtypes[:2]:
                 if not jnp.issubdtype(dtype, jnp.floating):
@@ -138,10 +138,10 @@ class Chooser:
 
 
 def _draws(eqn: Eqn) -> bool:
-    """Whether an equation draws random numbers, and has no product."""
+    """Whether an equation draws random numbers, and has no matmul."""
     names = {inner.primitive.name for inner in inside(eqn)}
     draws = not names.isdisjoint(("random_bits", "threefry2x32", "rng_bit_generator"))
-    return draws and not any(kind_of(name) is Kind.PRODUCT for name in names)
+    return draws and not any(kind_of(name) is Kind.MATMUL for name in names)
 
 
 def untraceable(eqn: Eqn) -> str:
@@ -166,7 +166,7 @@ def untraceable(eqn: Eqn) -> str:
 
 def _is_castable(eqn: Eqn) -> bool:
     """Whether an equation can run in half precision, if a policy says so."""
-    kinds = (Kind.PRODUCT, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
+    kinds = (Kind.MATMUL, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
     if eqn.primitive.name == "bitcast_convert_type" or eqn.params.get("update_jaxpr"):
         return False
     return kind_of(eqn) in kinds
@@ -177,7 +177,7 @@ def _reason(decision: Decision) -> str:
 
 
 def asked_precision(eqn: Eqn) -> str:
-    """Returns the precision that a product asks for; empty if it asks for none."""
+    """Returns the precision that a matmul asks for; empty if it asks for none."""
     precision = eqn.params.get("precision")
     # An algorithm is a tuple as well, of its own type.
     parts = precision if type(precision) is tuple else (precision,)

@@ -12,7 +12,7 @@ primitive. Partial evaluation splits it into a forward and a backward equation, 
 backward one is lowered to a barrier.
 
 XLA may go on with more digits than bfloat16 has where a cast to float32 follows a
-product. The backward pass would compute from other numbers than the forward pass: the
+matmul. The backward pass would compute from other numbers than the forward pass: the
 weights of a softmax would not add up to one. So where the difference would grow, the
 forward pass rounds the value to what is stored, as JAX's own `jax.checkpoint` does.
 Elsewhere that would only keep XLA from fusing.

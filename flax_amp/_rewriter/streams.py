@@ -34,9 +34,9 @@ def streams(
 ) -> Flags:
     """Returns which carries of a scan are streams.
 
-    The next value of a stream is computed from a product of it by an argument that each
+    The next value of a stream is computed from a matmul of it by an argument that each
     step has for itself, moved at most, and is multiplied by that argument once. A
-    stream is no scalar, no second factor of a product, and adds up no small steps.
+    stream is no scalar, no second factor of a matmul, and adds up no small steps.
 
     Args:
       flows: sweeps over jaxprs.
@@ -66,7 +66,7 @@ class _Origin(NamedTuple):
     carry: int | None = None  # which carry it is, possibly reshaped or transposed
     carries: frozenset[int] = frozenset()  # those that it was computed from
     # Pairs `(carry, argument)`: the argument multiplied it on the way.
-    products: frozenset[tuple[int, int]] = frozenset()
+    matmuls: frozenset[tuple[int, int]] = frozenset()
     streams: frozenset[int] = frozenset()  # those that an argument multiplied
 
 
@@ -76,7 +76,7 @@ _NOTHING = _Origin()
 def _joined(origins: Sequence[_Origin]) -> _Origin:
     return _Origin(
         carries=frozenset().union(*(x.carries for x in origins)),
-        products=frozenset().union(*(x.products for x in origins)),
+        matmuls=frozenset().union(*(x.matmuls for x in origins)),
         streams=frozenset().union(*(x.streams for x in origins)),
     )
 
@@ -112,10 +112,10 @@ class _Search(NamedTuple):
             return origins * len(eqn.outvars)  # of a split, say
         choice = self.flows.choose(eqn, context)
         results = [_joined(origins)] * len(eqn.outvars)
-        if choice.role is Kind.PRODUCT:
+        if choice.role is Kind.MATMUL:
             x, y, *_ = origins
-            return [self._product(eqn, x, y)]
-        if not self.flows.has_product(eqn, choice):
+            return [self._matmul(eqn, x, y)]
+        if not self.flows.has_matmul(eqn, choice):
             return results
         for body in bodies(eqn):
             # The index of a branch comes before the operands of the body.
@@ -131,13 +131,13 @@ class _Search(NamedTuple):
         if origin.carry is not None:
             self.states.add(origin.carry)
 
-    def _product(self, eqn: Eqn, x: _Origin, y: _Origin) -> _Origin:
+    def _matmul(self, eqn: Eqn, x: _Origin, y: _Origin) -> _Origin:
         result = _joined([x, y])
         for factor, argument in ((x, y.weight), (y, x.weight)):
             if argument is not None:
                 pairs = {(carry, argument) for carry in factor.carries}
-                self.states.update(carry for carry, _ in pairs & factor.products)
-                result = result._replace(products=result.products | pairs)
+                self.states.update(carry for carry, _ in pairs & factor.matmuls)
+                result = result._replace(matmuls=result.matmuls | pairs)
         if not _is_kernel(eqn):
             return result
         self._mark_state(y)
@@ -146,7 +146,7 @@ class _Search(NamedTuple):
 
 
 def _is_kernel(eqn: Eqn) -> bool:
-    """Whether the second factor of a product is one array, not one for each example."""
+    """Whether the second factor of a matmul is one array, not one for each example."""
     if eqn.primitive.name != "dot_general":
         return True
     _, (_, batch) = eqn.params["dimension_numbers"]

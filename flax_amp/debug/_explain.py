@@ -19,7 +19,7 @@ from rich.text import Text
 from flax_amp import _compat
 from flax_amp._compat import Jaxpr
 from flax_amp._rewriter.policy_warnings import PolicyWarning
-from flax_amp._rewriter.primitives import Kind, is_matrix_product, kind_of, walk
+from flax_amp._rewriter.primitives import Kind, is_matmul, kind_of, walk
 from flax_amp._rewriter.roles import asked_precision
 from flax_amp._rewriter.transform import trace_call
 from flax_amp._training.arguments import first_of
@@ -338,18 +338,18 @@ def _problems(visits: Sequence[Visit], half: Any) -> Iterator[Problem]:
 
 def _findings(visit: Visit, half: str) -> Iterator[tuple[str, str]]:
     """Yields the kind and the message of what is wrong with a matmul."""
-    row, is_matmul = visit.row, is_matrix_product(visit.eqn)
+    row, multiplies = visit.row, is_matmul(visit.eqn)
     floats = list(dict.fromkeys(float_factors(row.before.operands)))
     names = " and ".join(map(short, floats))
-    if is_matmul and row.is_low and is_derivative(visit.eqn):
+    if multiplies and row.is_low and is_derivative(visit.eqn):
         yield "second derivative", _SECOND
-    if kind_of(visit.eqn) is not Kind.PRODUCT:
+    if kind_of(visit.eqn) is not Kind.MATMUL:
         return
-    if is_matmul and any("complex" in dtype for dtype in floats):
+    if multiplies and any("complex" in dtype for dtype in floats):
         yield "complex matmul", _COMPLEX.format(names, half)
     elif any(map(is_half, floats)):
         yield "own dtype", _OWN.format(names)
-    elif is_matmul and floats and not row.is_low and (why := _why(visit, half)):
+    elif multiplies and floats and not row.is_low and (why := _why(visit, half)):
         yield "float32 matmul", f"stays in {floats[0]}: {why}"
 
 
@@ -382,7 +382,7 @@ def _loss_reads(visits: Sequence[Visit], closed: Jaxpr) -> tuple[str, ...]:
             found |= dict.fromkeys(halves[v] for v in read if v in halves)
         # What a loop or a call gives is computed from what its matmuls round.
         inside = chain.from_iterable(map(walk, jaxprs_in_params(eqn.params)))
-        has_matmul = any(is_matrix_product(visit.eqn) for visit in inside)
+        has_matmul = any(is_matmul(visit.eqn) for visit in inside)
         if row.result == "half precision" or has_matmul:
             text = f"{row.primitive} of {row.path}".removesuffix(" of ")
             halves |= dict.fromkeys(eqn.outvars, f"{text}, {row.source}")

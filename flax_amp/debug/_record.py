@@ -26,7 +26,7 @@ from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr, evaluate, open_jaxpr
-from flax_amp._rewriter.primitives import Kind, is_matrix_product, kind_of
+from flax_amp._rewriter.primitives import Kind, is_matmul, kind_of
 from flax_amp._scope_paths import split_method
 from flax_amp._tree import fill, pick
 from flax_amp.debug._report import is_half, short
@@ -81,7 +81,7 @@ class Equation:
     @property
     def is_low(self) -> bool:
         """Whether an operand arrives in half precision; of a matmul, both factors."""
-        if kind_of(self.primitive) is Kind.PRODUCT:
+        if kind_of(self.primitive) is Kind.MATMUL:
             factors = float_factors(self.after.operands)
             return bool(factors) and all(map(is_half, factors))
         return any(map(is_half, self.after.operands))
@@ -252,7 +252,7 @@ class Recorder:
 def _bodies(eqn: Eqn) -> list[Jaxpr]:
     """Returns what a reader takes for a part of the program among the bodies."""
     # A comparison of a sort or an update of a scatter is none, and neither is a kernel.
-    castable = Kind.PRODUCT, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM
+    castable = Kind.MATMUL, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM
     is_part = kind_of(eqn) not in castable and eqn.primitive.name != "pallas_call"
     return list(jaxprs_in_params(eqn.params)) if is_part else []
 
@@ -319,7 +319,7 @@ def float_factors(dtypes: Sequence[str]) -> list[str]:
 def flops(eqn: Eqn) -> int:
     """Returns the operations of a matmul or a convolution of floats, else 0."""
     factors = float_factors(dtypes_of(eqn).operands)
-    if not is_matrix_product(eqn) or not factors:
+    if not is_matmul(eqn) or not factors:
         return 0
     left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     if eqn.primitive.name == "conv_general_dilated":

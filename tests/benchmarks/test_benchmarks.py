@@ -35,7 +35,7 @@ def signature(tree):
     return structure, [(x.shape, x.dtype, x.weak_type) for x in leaves]
 
 
-@pytest.mark.filterwarnings("ignore:amp. no matrix product")  # too small for fp8
+@pytest.mark.filterwarnings("ignore:amp. no matmul")  # too small for fp8
 @pytest.mark.parametrize("variant", INSTALLED)
 def test_steps_keep_their_carries(variant):
     training = variants.training(variant, "mlp", "tiny")

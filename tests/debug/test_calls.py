@@ -74,8 +74,8 @@ def test_every_tool_names_the_module(make, method):
     fun, first = make(method)
     path = f"{'Model' if make is linen else 'NNXModel'}/enc/inner"
     found = explain(fun, backward=False)(first, X)
-    products = [e for e in found.equations if e.primitive == "dot_general"]
-    assert {e.path for e in products} == {path}
+    matmuls = [e for e in found.equations if e.primitive == "dot_general"]
+    assert {e.path for e in matmuls} == {path}
     first = jax.tree.map(lambda x: jnp.full_like(x, 6e4), first)
     fault = find_nonfinite(fun, compute_dtype=jnp.float16)(first, X)
     assert fault.finding.path == path

@@ -25,12 +25,12 @@ SQUARE, X = (
 
 
 def kept(x):
-    """A product reads and gives half precision; this one changes nothing else."""
+    """A matmul reads and gives half precision; this one changes nothing else."""
     return x @ jnp.eye(WIDTH)  # kept
 
 
 def divide_by_zero(x, a, b):
-    """Both products overflow in float16."""
+    """Both matmuls overflow in float16."""
     quotient = x * x / nn.relu(kept(x * x * a) - 5 * kept(x * x * b))
     return x + (quotient - quotient)
 
@@ -294,14 +294,14 @@ def test_what_is_not_finite_in_float32_either(fun):
 
 
 def centred(w, x, offset):
-    """A centring that loses all its digits in between: the products round `y`."""
+    """A centring that loses all its digits in between: the matmuls round `y`."""
     y = x @ w + offset
     z = y @ jnp.eye(WIDTH)  # rounded
     return ((z - z.mean()) ** 2).mean()
 
 
 def decays(w, x, rates):
-    """Decays close to one that a product makes: half precision has no such numbers."""
+    """Decays close to one that a matmul makes: half precision has no such numbers."""
     a = jnp.exp(-rates) @ jnp.eye(WIDTH)  # decays
 
     def step(h, _):

@@ -171,9 +171,9 @@ def attention(x, w):
 
 # A program, a primitive, what it computes in, and what became of its result.
 RESULTS = {
-    "product": (attention, "dot_general", "bfloat16", "half precision"),
+    "matmul": (attention, "dot_general", "bfloat16", "half precision"),
     "sum": (attention, "reduce_sum", "float32", "float32: a sum"),
-    "for a product": (attention, "div", "float32", "rounded: a matmul reads it later"),
+    "for a matmul": (attention, "div", "float32", "rounded: a matmul reads it later"),
     "in passing": (attention, "exp", "float32", "float32: only its own region"),
     "loss": (
         lambda x, w: jnp.log(x @ w).sum(),

@@ -78,7 +78,7 @@ def programs(monkeypatch):
     return texts
 
 
-def products(text):
+def matmuls(text):
     """The dtypes of matmuls."""
     lines = [line for line in text.splitlines() if "= dot_general" in line]
     return {line.split(":")[1].partition("[")[0] for line in lines}
@@ -94,7 +94,7 @@ def test_what_is_measured_stays_as_it_is(programs, make):
     assert list(found.figures) == DTYPES and found.turns == 2
     assert found.name == step[0].__name__
     assert_identical(before, (first, nnx.state(model)))
-    assert [*map(products, programs)] == [{"f32"}, {"bf16"}, {"f16"}]
+    assert [*map(matmuls, programs)] == [{"f32"}, {"bf16"}, {"f16"}]
     assert all(row.step_ms > 0 and row.temp_mb for row in found.figures.values())
     # Of a state it is a whole step, with the update and the new step count.
     is_step = all(" add " in text and "i32" in text for text in programs)
@@ -105,7 +105,7 @@ def test_what_is_measured_stays_as_it_is(programs, make):
 def test_a_function_with_a_policy(programs):
     policy = flax_amp.default_amp_policy | {jax.lax.dot_general_p: jnp.float32}
     found = measure(plain, turns=1, amp_policy=policy)(W, X)
-    assert {"f32"} == set().union(*map(products, programs))
+    assert {"f32"} == set().union(*map(matmuls, programs))
     assert all(row.step_ms > 0 for row in found.figures.values())
 
 

@@ -32,8 +32,8 @@ def line(mark):
 # --- faults in a layer, of Linen, of NNX and of a plain function ----------------------
 
 
-def product(x):
-    return x @ (1e3 * EYE) @ (1e3 * EYE) * 1e-6  # product
+def matmul(x):
+    return x @ (1e3 * EYE) @ (1e3 * EYE) * 1e-6  # matmul
 
 
 def cast(x):
@@ -119,7 +119,7 @@ def plain(fault, precision, **options):
 
 # fault: what made it, backward, kind, verdict in float16 and in others, advice
 FAULTS = {
-    "product": ("dot_general", False, "inf", "precision", "nothing", "fixes it:"),
+    "matmul": ("dot_general", False, "inf", "precision", "nothing", "fixes it:"),
     "cast": ("convert_element_type", False, "inf", "precision", "nothing", "fixes it:"),
     "exp": ("exp", False, "inf", "mathematics", "mathematics", "subtract the max"),
     "log": ("log", False, "-inf", "mathematics", "mathematics", "operand above 0"),

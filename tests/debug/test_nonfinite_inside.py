@@ -43,16 +43,16 @@ def sqrt(x):
         return jnp.sqrt(x)  # sqrt
 
 
-def product(x):
+def matmul(x):
     with jax.named_scope("bad"):
-        return x @ (W + 1)  # product
+        return x @ (W + 1)  # matmul
 
 
 # fault -> its input, its primitive, its pass
 FAULTS = {
     exp: (BIG, "exp", "forward"),
     sqrt: (ZERO, "div", "backward"),
-    product: (HUGE, "dot_general", "forward"),
+    matmul: (HUGE, "dot_general", "forward"),
 }
 
 # --- structures ----------------------------------------------------------------------
@@ -137,7 +137,7 @@ STRUCTURES = {
 }
 
 
-# A while loop has no backward pass, and a product is like an exp.
+# A while loop has no backward pass, and a matmul is like an exp.
 CASES = [
     # Programs of the backward pass are larger: one version of JAX has them all.
     pytest.param(
@@ -148,7 +148,7 @@ CASES = [
     for structure in STRUCTURES
     for fault in FAULTS
     if (structure, fault) != (while_loop, sqrt)
-    and (fault is not product or structure in (plain, scan, cond, sharded))
+    and (fault is not matmul or structure in (plain, scan, cond, sharded))
 ]
 
 
@@ -161,14 +161,14 @@ def test_each_structure_shows_the_fault(structure, fault):
     def loss(w, x):
         return structure(fault, x * w[0, 0]).mean()
 
-    options = dict(compute_dtype=jnp.float16) if fault is product else {}
+    options = dict(compute_dtype=jnp.float16) if fault is matmul else {}
     found = search(loss, **options)(W, x)
     finding = found.finding
     assert ("backward" if finding.backward else "forward") == pass_
     # The third of five, also if a backward pass goes the other way.
     inside = tuple(x.removesuffix(" (reverse)") for x in finding.inside)
     assert inside == STRUCTURES[structure] and finding.kind == "inf"
-    assert found.verdict == ("precision" if fault is product else "mathematics")
+    assert found.verdict == ("precision" if fault is matmul else "mathematics")
     if DEVICES in inside:  # a `shard_map` is named as a whole
         assert (finding.primitive, finding.source) == ("shard_map", line("sharded"))
         return

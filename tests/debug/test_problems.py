@@ -96,7 +96,7 @@ def test_planted(name):
     assert bool(problem.source.startswith("tests/debug/")) == bool(paths)
 
 
-KEEPS_PRODUCTS = {jax.lax.dot_general_p: flax_amp.use_original_precision}
+KEEPS_MATMULS = {jax.lax.dot_general_p: flax_amp.use_original_precision}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ KEEPS_PRODUCTS = {jax.lax.dot_general_p: flax_amp.use_original_precision}
     [
         (jax.named_call(inner, name="head"), {"head": jnp.float32}),
         (flax_amp.amp_stop(jax.jit(inner)), {}),
-        (inner, KEEPS_PRODUCTS),
+        (inner, KEEPS_MATMULS),
     ],
 )
 def test_what_the_user_chose_is_no_problem(fun, additions):
@@ -131,7 +131,7 @@ def test_random_numbers_and_callbacks_are_no_problem():
     ],
     ids="inv svd resize".split(),
 )
-def test_products_inside_of_jax_are_no_problem(fun):
+def test_matmuls_inside_of_jax_are_no_problem(fun):
     found = explain(fun)(W, X)
     assert "float32 matmul" not in {p.kind for p in found.problems}
     assert 0 < found.low_share < 1
@@ -178,6 +178,6 @@ def test_a_sound_model_has_no_problems():
         ),
     ],
 )
-def test_the_precision_that_a_product_asks_for(precision, words):
+def test_the_precision_that_a_matmul_asks_for(precision, words):
     found = explain(lambda w, x: jax.lax.dot(x, w, precision=precision))(W, X)
     assert words in found.problems[-1].message

@@ -11,7 +11,7 @@ import flax_amp
 from _programs import PROGRAMS, WITHIN, W, X, mlp
 from flax_amp import explain
 from flax_amp._compat import open_jaxpr
-from flax_amp._rewriter.primitives import is_matrix_product
+from flax_amp._rewriter.primitives import is_matmul
 from helpers import MATMULS
 
 
@@ -51,32 +51,32 @@ def walk(jaxpr, times=1):
 
 def emitted(closed):
     """The matmuls by the dtype of their factors, and the operations in half."""
-    products, low = Counter(), 0
+    matmuls, low = Counter(), 0
     for eqn, times in walk(closed):
         dtypes = [str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)]
         if eqn.primitive.name in MATMULS:
-            products[dtypes[0]] += times
+            matmuls[dtypes[0]] += times
             (contracting, _), _ = eqn.params["dimension_numbers"]
             terms = [eqn.invars[0].aval.shape[i] for i in contracting]
             size = 2 * math.prod((*eqn.outvars[0].aval.shape, *terms))
             is_half = dtypes[0] in ("float16", "bfloat16")
-            low += times * size * is_matrix_product(eqn) * is_half
-    return products, low
+            low += times * size * is_matmul(eqn) * is_half
+    return matmuls, low
 
 
 def explained(found):
-    products = Counter()
+    matmuls = Counter()
     for row in found.equations:
         if row.primitive in MATMULS:
-            products[row.after.operands[0]] += row.times
-    return products, (found.low_share or 0) * found.flops
+            matmuls[row.after.operands[0]] += row.times
+    return matmuls, (found.low_share or 0) * found.flops
 
 
 def check(fun, args, **options):
     jaxpr = jax.make_jaxpr(flax_amp.amp(fun, **options))(*args)
     found = explain(fun, backward=False, **options)(*args)
-    (products, low), expected = explained(found), emitted(jaxpr)
-    assert (products, round(low)) == expected
+    (matmuls, low), expected = explained(found), emitted(jaxpr)
+    assert (matmuls, round(low)) == expected
 
 
 @pytest.mark.parametrize("name, around", CASES)

@@ -15,12 +15,12 @@ from jax import lax
 from jax.experimental import sparse
 from jax.lax import linalg
 
-PRODUCT, ARITHMETIC, SUM, MOVE = "product", "arithmetic", "sum", "move"
+MATMUL, ARITHMETIC, SUM, MOVE = "matmul", "arithmetic", "sum", "move"
 STRUCTURED, OPAQUE = "structured", "opaque"
 
-# The classes whose results may be in half precision between products. All others run in
+# The classes whose results may be in half precision between matmuls. All others run in
 # float32.
-MAY_BE_HALF = (PRODUCT, MOVE)
+MAY_BE_HALF = (MATMUL, MOVE)
 
 
 class Row(NamedTuple):
@@ -65,10 +65,10 @@ IMAGE = np.arange(16, dtype=np.float32).reshape(1, 4, 4, 1)[:, ::-1] / 8
 KERNEL = array([0.5, -1], [0.25, 2]).reshape(2, 2, 1, 1)
 KEY = jax.random.key(0)
 
-# --- products ------------------------------------------------------------------------
+# --- matmuls ------------------------------------------------------------------------
 
 rows(
-    PRODUCT,
+    MATMUL,
     dot_general=(jnp.matmul, A, W),
     conv_general_dilated=(
         lambda x, k: lax.conv_general_dilated(

@@ -173,8 +173,8 @@ def test_matmuls_of_rules_run_in_the_compute_dtype():
         except Exception as error:
             assert type(error).__name__ in ERRORS, case
             continue
-        products = [e for _, e in equations(jaxpr) if e.primitive.name in MATMULS]
-        found = {str(v.aval.dtype) for e in products for v in e.invars}
+        matmuls = [e for _, e in equations(jaxpr) if e.primitive.name in MATMULS]
+        found = {str(v.aval.dtype) for e in matmuls for v in e.invars}
         assert found == {dtype.__name__}, (case, found)
 
 
@@ -214,7 +214,7 @@ def test_a_rule_runs_although_its_cotangents_are_zero(name, symbolic_zeros):
             np.testing.assert_allclose(found[key], expected[key], rtol=tolerance)
 
 
-@pytest.mark.filterwarnings("ignore:amp. no matrix product")
+@pytest.mark.filterwarnings("ignore:amp. no matmul")
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit])
 def test_a_jvp_rule_that_asks_what_is_perturbed(around):
     """It runs as written, in float32, with what it closes over."""

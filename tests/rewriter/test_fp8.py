@@ -1,4 +1,4 @@
-"""Products in fp8: their numbers, every transform of them, which ones, and where."""
+"""Matmuls in fp8: their numbers, every transform of them, which ones, and where."""
 
 import functools
 import re
@@ -28,7 +28,7 @@ from flax_amp._rewriter.fp8 import (
     BACKWARD,
     FORWARD,
     fp8_dot_p,
-    fp8_product,
+    fp8_matmul,
     has_fp8,
     quantize,
     scale_exponent,
@@ -46,7 +46,7 @@ from helpers import (
 
 pytestmark = [
     pytest.mark.once,
-    pytest.mark.filterwarnings("ignore:amp. no matrix product of this"),
+    pytest.mark.filterwarnings("ignore:amp. no matmul of this"),
 ]
 
 FP8, REAL = use_fp8(emulate=True), use_fp8(emulate=False)
@@ -54,7 +54,7 @@ NAME = fp8_dot_p.name
 
 
 def fp8(fn, recipe=FP8, **options):
-    """Returns `amp(fn)` with its products in fp8, small ones and the last one, too."""
+    """Returns `amp(fn)` with its matmuls in fp8, small ones and the last one, too."""
 
     @functools.wraps(fn)
     def scoped(*args, **kwargs):
@@ -65,7 +65,7 @@ def fp8(fn, recipe=FP8, **options):
 
 
 def count(fn, *args):
-    """Returns how many products run in fp8 in `fn(*args)`, and how many others."""
+    """Returns how many matmuls run in fp8 in `fn(*args)`, and how many others."""
     return tuple(len(equations_of(fn, *args, primitive=p)) for p in (NAME, MATMULS))
 
 
@@ -100,18 +100,18 @@ def test_numbers_are_rounded_with_the_least_exponent_that_fits(numbers, format_)
     assert errors.max() <= float(info.eps) / 2
 
 
-# --- products ------------------------------------------------------------------------
+# --- matmuls ------------------------------------------------------------------------
 
-PRODUCTS = {  # name: (shapes of two factors, dimension numbers)
+FACTORS = {  # name: (shapes of two factors, dimension numbers)
     "dense": ((16, 8), (8, 4), (((1,), (0,)), ((), ()))),
     "experts in the middle": ((5, 3, 8), (8, 3, 4), (((2,), (0,)), ((1,), (1,)))),
 }
-products = pytest.mark.parametrize("name", PRODUCTS)
+matmuls = pytest.mark.parametrize("name", FACTORS)
 
 
 def bound(name, emulate=True):
-    """The primitive on one of the products, its factors, and the dimension numbers."""
-    *shapes, numbers = PRODUCTS[name]
+    """The primitive on one of the matmuls, its factors, and the dimension numbers."""
+    *shapes, numbers = FACTORS[name]
     factors = [normal(i, *shape).astype(jnp.bfloat16) for i, shape in enumerate(shapes)]
     bind = functools.partial(
         fp8_dot_p.bind,
@@ -132,8 +132,8 @@ def rounded_by_numpy(x, format_, batch):
     return ((x / scale).astype(format_).astype(np.float64) * scale).astype(np.float32)
 
 
-@products
-def test_a_product_is_that_of_the_rounded_factors(name):
+@matmuls
+def test_a_matmul_is_that_of_the_rounded_factors(name):
     """And its gradients read the cotangent in the format with the wider range."""
     bind, factors, numbers = bound(name)
     pairs = zip(factors, numbers[1], strict=True)
@@ -142,7 +142,7 @@ def test_a_product_is_that_of_the_rounded_factors(name):
     y, pullback = jax.vjp(bind, *factors)
     plain, plain_pullback = jax.vjp(dot, *rounded)
     assert relative_error(y, plain) < 2.0**-8
-    # XLA for CPUs has products of 8-bit floats, which it computes in wider ones.
+    # XLA for CPUs has matmuls of 8-bit floats, which it computes in wider ones.
     real, *_ = bound(name, emulate=False)
     assert relative_error(real(*factors), y) < 2.0**-8
     g = normal(3, *y.shape).astype(y.dtype)
@@ -152,10 +152,10 @@ def test_a_product_is_that_of_the_rounded_factors(name):
         assert relative_error(actual, gradient) < 2.0**-7
 
 
-@products
+@matmuls
 @pytest.mark.parametrize("mapped", [(0, None), (None, 0), (1, 0)], ids=str)
 def test_batching(name, mapped):
-    """A product of two mapped factors is that of each pair."""
+    """A matmul of two mapped factors is that of each pair."""
     bind, factors, _ = bound(name)
     stacked = [
         x if axis is None else jnp.stack([x, 2 * x, -x], axis)
@@ -184,7 +184,7 @@ def test_gradients_read_8_bit_floats():
         assert {"f8E4M3FN", "f8E5M2"} <= set(line.replace(">", "x").split("x"))
 
 
-def test_powers_of_two_out_of_range_meet_in_a_product():
+def test_powers_of_two_out_of_range_meet_in_a_matmul():
     """`2**d * 2**e` is out of the range of float32 where the result is in it."""
     a, b = jnp.array([[1e30, 1.0]], jnp.bfloat16), jnp.array([[0.0], [1e20]])
     bind, *_ = bound("dense")
@@ -247,7 +247,7 @@ TRANSFORMS["shard_map"] = lambda f: jax.grad(over_all_devices(f))
 )
 def test_transforms(function, transform):
     f, around = function, TRANSFORMS[transform]
-    assert count(around(fp8(f)), W, X)[0], "no product in fp8"
+    assert count(around(fp8(f)), W, X)[0], "no matmul in fp8"
     error = relative_error(*run_all(around(fp8(f)), around(f))(W, X))
     assert error < (0.4 if transform == "grad of grad" else 0.25)
 
@@ -263,8 +263,8 @@ def test_a_program_is_exported_for_other_devices(platform):
     assert bool(constraints) == (platform == "cuda")
 
 
-def test_a_policy_for_dots_saves_products_in_fp8():
-    """The backward pass then has two products for each, and otherwise three."""
+def test_a_policy_for_dots_saves_matmuls_in_fp8():
+    """The backward pass then has two matmuls for each, and otherwise three."""
     nothing = jax.checkpoint_policies.nothing_saveable
     found, expected = (
         sum(count(jax.grad(fp8(rematted(policy))), W, X)) for policy in (DOTS, nothing)
@@ -279,7 +279,7 @@ def test_no_8_bit_copy_is_a_residual():
     assert not [name for name in dtypes if name.startswith("float8")]
 
 
-# --- which products ------------------------------------------------------------------
+# --- which matmuls ------------------------------------------------------------------
 
 SIZES = {
     (16384, 4096, 4096): True,
@@ -298,20 +298,20 @@ def struct(*shape):
 
 @pytest.mark.parametrize("weight_first", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_small_products_stay_in_half_precision(sizes, weight_first):
+def test_small_matmuls_stay_in_half_precision(sizes, weight_first):
     m, k, n = sizes
     x, w = struct(m, k), struct(k, n)
     args, axes = ((w, x), (0, 1)) if weight_first else ((x, w), (1, 0))
     dot = functools.partial(lax.dot_general, dimension_numbers=(axes, ((), ())))
     (eqn,) = equations_of(dot, *args, primitive=MATMULS)
     is_weight, is_computed = [y is w for y in args], [y is x for y in args]
-    decide = functools.partial(fp8_product, eqn, is_weight, is_computed)
+    decide = functools.partial(fp8_matmul, eqn, is_weight, is_computed)
     fits = FP8, args.index(w)
     assert decide(True, BY_KEY) == (
         fits if SIZES[sizes] else "too small, {} by {}".format(*(x.shape for x in args))
     )
     assert decide(True, BY_SCOPE) == decide(False, BY_SCOPE) == fits
-    assert decide(False, BY_KEY) == "no product in half precision behind it"
+    assert decide(False, BY_KEY) == "no matmul in half precision behind it"
 
 
 def test_a_symbolic_size_is_not_known_to_pay():
@@ -333,7 +333,7 @@ def between(middle):
 
 
 FIRST = "not in fp8: computed from arguments and constants alone"
-LAST = "not in fp8: no product in half precision behind it"
+LAST = "not in fp8: no matmul in half precision behind it"
 PAIR = "not in fp8: neither factor is an argument"
 ROWS = {  # name: (function, how many in fp8, why not the others, in order)
     "first and last": (mlp, 1, (FIRST, LAST)),
@@ -348,7 +348,7 @@ ROWS = {  # name: (function, how many in fp8, why not the others, in order)
 
 
 def reasons(fn, *args, policy):
-    """Returns why each product runs as it does."""
+    """Returns why each matmul runs as it does."""
     found = []
 
     def record(eqn, place, operands, results, why):
@@ -361,7 +361,7 @@ def reasons(fn, *args, policy):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_products(name):
+def test_matmuls(name):
     fn, in_fp8, expected = ROWS[name]
     args = struct(3, 4096, 4096), struct(16384, 4096)
     assert count(amp(fn, matmul_dtype=FP8), *args)[0] == in_fp8
@@ -406,10 +406,10 @@ def test_in_float32_nothing_is_rounded():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_program_without_products_in_fp8_warns():
+def test_a_program_without_matmuls_in_fp8_warns():
     message = (
         "runs in fp8: computed from arguments and constants alone (1); too small, "
-        "(8, 8) by (8, 8) (1); no product in half precision behind it (1). Expected "
+        "(8, 8) by (8, 8) (1); no matmul in half precision behind it (1). Expected "
     )
     with pytest.warns(PolicyWarning, match=re.escape(message)):
         jax.eval_shape(amp(mlp, matmul_dtype=FP8), W, X)
@@ -421,7 +421,7 @@ def test_a_program_without_products_in_fp8_warns():
 # --- devices -------------------------------------------------------------------------
 
 
-DEVICES = [  # platform, kind, compute capability, whether it has such products
+DEVICES = [  # platform, kind, compute capability, whether it has such matmuls
     ("cpu", "cpu", "", False),
     ("tpu", "TPU v6 lite", "", False),
     ("tpu", "TPU7x", "", True),
@@ -430,7 +430,7 @@ DEVICES = [  # platform, kind, compute capability, whether it has such products
     ("gpu", "MI300", "gfx942", False),
 ]
 REFUSED = (
-    "fp8: the device 'cpu' has no matrix products in fp8, .* Expected precision="
+    "fp8: the device 'cpu' has no matmuls in fp8, .* Expected precision="
     "'bf16-mixed', .*emulate=True"
 )
 

@@ -64,7 +64,7 @@ def errors(loss, dtype, draw, count):
 def assert_as_exact(loss, dtype, draw, count=8, factor=1.1, floor=5e-5):
     """Asserts that the errors are at most `factor` times those of the twin."""
     ours, theirs = np.sqrt(np.square(errors(loss, dtype, draw, count)).mean(0)).T
-    text = f"value, gradient: {ours} under amp, {theirs} with products cast"
+    text = f"value, gradient: {ours} under amp, {theirs} with matmuls cast"
     assert (ours <= factor * theirs + floor).all(), text
 
 
@@ -110,7 +110,7 @@ def add(draw, *losses, count=8):
     TABLE.update({loss.__name__: Row(loss, draw, count) for loss in losses})
 
 
-# --- a loss beside a product, behind something that is called -------------------------
+# --- a loss beside a matmul, behind something that is called -------------------------
 
 
 @jax.custom_vjp
@@ -152,22 +152,22 @@ def loss_behind(call):
 
 TABLE |= {f"behind {name}": Row(loss_behind(BEHIND[name]), wide) for name in BEHIND}
 
-# --- losses beside a call that has products inside ------------------------------------
+# --- losses beside a call that has matmuls inside ------------------------------------
 
 
 def actor(w, x, v):
-    """Its own result is lost, and the loss is of what its product reads."""
+    """Its own result is lost, and the loss is of what its matmul reads."""
     t, y = jax.jit(lambda x: ((t := sigmoid(x @ w)), t @ v))(x)
     return of_certain(t) + y.mean()
 
 
 def head(w, x, v):
-    """No product outside reads the number."""
+    """No matmul outside reads the number."""
     return of_certain(jax.jit(lambda x: sigmoid(jnp.tanh(x @ v) @ w))(x))
 
 
-def head_and_product(w, x, v):
-    """As above, with another result that a product outside reads."""
+def head_and_matmul(w, x, v):
+    """As above, with another result that a matmul outside reads."""
     t, y = jax.jit(lambda x: ((t := sigmoid(x @ w)), jnp.sin(t)))(x)
     return of_certain(t) + (y @ v).mean()
 
@@ -178,7 +178,7 @@ def log_density(w, x, v):
     return (logp - logp.mean()).var() + (mean @ v).var()
 
 
-add(wide, actor, head, head_and_product, log_density)
+add(wide, actor, head, head_and_matmul, log_density)
 
 # --- more losses of what a matmul reads ----------------------------------------------
 
@@ -248,7 +248,7 @@ add(matrices, unlikely, count=32)
 
 
 def squashed(w, x, v):
-    """The log-density of a squashed action (SAC), beside a product of it."""
+    """The log-density of a squashed action (SAC), beside a matmul of it."""
     u = jnp.tanh(x @ w)
     return -jnp.log(1 - u**2 + 1e-6).mean() + (u @ v).mean()
 
@@ -265,7 +265,7 @@ def batch_norm(w, x, v):
 
 
 def log_weights(w, x, v):
-    """Weights of log-densities around -500, which a product reads centred."""
+    """Weights of log-densities around -500, which a matmul reads centred."""
     logp = -500 + jnp.tanh(x @ w)
     return (((logp - logp.mean(-1, keepdims=True)) @ v) ** 2).mean()
 
@@ -281,7 +281,7 @@ def vicreg(w, x, v):
 
 
 def second_moment(w, x, v):
-    """`E[x**2] - E[x]**2`, and what it normalizes is read by a product."""
+    """`E[x**2] - E[x]**2`, and what it normalizes is read by a matmul."""
     y = 5 + jnp.tanh(x @ w)
     mean = y.mean(-1, keepdims=True)
     variance = (y**2).mean(-1, keepdims=True) - mean**2
@@ -289,7 +289,7 @@ def second_moment(w, x, v):
 
 
 def survival(w, x, v):
-    """What is left of a distribution behind each class, beside a product of it."""
+    """What is left of a distribution behind each class, beside a matmul of it."""
     e = jnp.exp((y := x @ w) - y.max(-1, keepdims=True))
     passed = jnp.cumsum(e, -1) / e.sum(-1, keepdims=True)
     return -jnp.log(1 - passed[:, :-1] + 1e-6).mean() + (passed @ v).mean()
@@ -304,7 +304,7 @@ def forces(w, x, v):
 add(matrices, centred, batch_norm, log_weights, vicreg, second_moment, forces)
 add(wide, squashed, survival)
 
-# --- a loop without products is arithmetic --------------------------------------------
+# --- a loop without matmuls is arithmetic --------------------------------------------
 
 
 def decays(w, x, v):

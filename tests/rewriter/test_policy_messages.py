@@ -283,7 +283,7 @@ def test_a_part_that_is_not_called_here():
     assert len(warned(with_keys(call, "*/smapler"), model, X)) == 1
 
 
-# --- programs without a product in half precision -------------------------------------
+# --- programs without a matmul in half precision -------------------------------------
 
 
 def matmul(w, x, precision=None):
@@ -312,7 +312,7 @@ def test_a_program_without_a_matmul_in_half(said):
     with jax.enable_x64(True):
         x = X.astype("float64" if "float64" in said else "float32")
         (message,) = warned(amp(fn, amp_policy=policy), W, x)
-    assert "no matrix product or convolution of this program runs in bf" in message
+    assert "no matmul or convolution of this program runs in bf" in message
     assert said in message and advised in message
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _primitive_rows import MAY_BE_HALF, OPAQUE, PRODUCT, ROWS, STRUCTURED
+from _primitive_rows import MATMUL, MAY_BE_HALF, OPAQUE, ROWS, STRUCTURED
 from _structured_rows import (
     AS_WRITTEN,
     NOT_RUN,
@@ -35,7 +35,7 @@ from helpers import (
 )
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:amp. no matrix product",  # of rows that run as written
+    "ignore:amp. no matmul",  # of rows that run as written
 )
 
 # Calls that are evaluated in place.
@@ -94,13 +94,13 @@ def test_each_primitive_of_the_rewriter_has_a_row():
 
 
 def low(x):
-    """The same array as the result of a matrix product, which adds its two halves."""
+    """The same array as the result of a matmul, which adds its two halves."""
     halves = lax.broadcast_in_dim(x, (*x.shape, 2), range(x.ndim))
     return halves @ np.full(2, 0.5, x.dtype)
 
 
 def program(row, is_behind=False, is_before=False):
-    """Calls a row behind products, on their results, and before those that read it."""
+    """Calls a row behind matmuls, on their results, and before those that read it."""
 
     def maybe_low(tree, is_low):
         return jax.tree.map(lambda x: low(x) if is_low and is_float32(x) else x, tree)
@@ -139,7 +139,7 @@ def float_dtypes(variables):
     "name", [name for name in TAKES_FLOAT32 if ROWS[name].family != STRUCTURED]
 )
 def test_dtypes(name, is_between):
-    """Products are half. Alone all else is float32, between products all arithmetic.
+    """Matmuls are half. Alone all else is float32, between matmuls all arithmetic.
 
     What structured primitives hold is the matter of `test_rules.py`.
     """
@@ -147,8 +147,8 @@ def test_dtypes(name, is_between):
     fn = between(row) if is_between else program(row)
     lowered = amp(fn, compute_dtype=dtype, recompute=False)
     eqns = equations_of_row(lowered, name, row.args)
-    allowed = {dtype.__name__ if row.family == PRODUCT else "float32"}
-    # Two halves are added in half precision on their way to a product.
+    allowed = {dtype.__name__ if row.family == MATMUL else "float32"}
+    # Two halves are added in half precision on their way to a matmul.
     if is_between and (row.family in MAY_BE_HALF or name == "add"):
         allowed.add(dtype.__name__)
     for eqn in eqns:
@@ -208,9 +208,9 @@ def is_defined(fn, args):
 @pytest.mark.once  # which primitives there are is seen by the tests above
 @each_row
 def test_what_is_left_alone(name):
-    """Other dtypes than float32, and in float32 what holds no product."""
+    """Other dtypes than float32, and in float32 what holds no matmul."""
     row, dtypes = ROWS[name], OTHERS if name in TAKES_FLOAT32 else ()
-    if not dtypes or row.family not in (PRODUCT, STRUCTURED):
+    if not dtypes or row.family not in (MATMUL, STRUCTURED):
         dtypes = (*dtypes, "float32")
         equations_of_row(program(row), name, row.args)
     same = amp(row.call, recompute=False)
@@ -271,7 +271,7 @@ def exact(name):
 @pytest.mark.slow
 @each_run
 def test_values_and_gradients(name):
-    """Nothing is rounded but for products."""
+    """Nothing is rounded but for matmuls."""
     row, dtype = ROWS[name], HALVES[len(name) % 2]
     behind, on_both_sides = (
         amp(program(row, True, is_before), compute_dtype=dtype)
@@ -280,7 +280,7 @@ def test_values_and_gradients(name):
     if row.family == OPAQUE:
         assert_identical(results(behind, row.args), results(row.call, row.args))
         return
-    is_rounded = row.family in (PRODUCT, STRUCTURED)
+    is_rounded = row.family in (MATMUL, STRUCTURED)
     expected, grads = exact(name)
     for fn, bound in (
         (behind, dtype if is_rounded else jnp.float32),

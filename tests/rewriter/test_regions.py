@@ -226,7 +226,7 @@ def test_cotangents_are_summed_in_float32(name):
     assert {str(e.outvars[0].aval.dtype) for e in sums} <= {"float32"}
 
     def scaled(f):
-        # XLA for the CPU adds up some products of halves in half.
+        # XLA for the CPU adds up some matmuls of halves in half.
         grad = jax.grad(lambda *a: SCALE * f(*a), (0, 1))
         return jit(exact_matmuls(grad))(*ROWS)
 

@@ -112,7 +112,7 @@ def test_platform_dependent_branches_stay_apart():
 # --- functions inside solvers, batching rules and linear calls ------------------------
 
 # Some programs here run as written.
-pytestmark = pytest.mark.filterwarnings("ignore:amp. no matrix product")
+pytestmark = pytest.mark.filterwarnings("ignore:amp. no matmul")
 
 B = jnp.arange(1.0, 4.0)
 COUNTS = jnp.arange(9.0).reshape(3, 3)

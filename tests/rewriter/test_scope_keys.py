@@ -148,8 +148,8 @@ LINEN = [*BOTH, "LinenLM.logits", "*/layers_1/d", "*/jitted_method.encode/d", "o
 NNX = [*BOTH, "layers", "*/layers/*/d", "NnxLM/layers/[01].encode"]
 
 
-def products(fn, *args):
-    """The scopes and the dtype of every matrix product in `fn(*args)`."""
+def matmuls(fn, *args):
+    """The scopes and the dtype of every matmul in `fn(*args)`."""
     return [
         ("/".join(scopes).split("/"), eqn.invars[0].aval.dtype.name)
         for scopes, eqn in scoped_equations(jax.make_jaxpr(fn)(*args))
@@ -175,7 +175,7 @@ def test_keys_select_what_they_name(setup, key):
     policy = default_amp_policy | {key: jnp.float32}
     lower = functools.partial(amp, compute_dtype=jnp.bfloat16, amp_policy=policy)
     for fn in (lower(grad(loss)), grad(lower(loss))):
-        found = products(fn, target)
+        found = matmuls(fn, target)
         full = [path for path, dtype in found if dtype == "float32"]
         low = [path for path, dtype in found if dtype == "bfloat16"]
         assert len(full) >= 3 and len(low) >= 3  # forward, and two backward
@@ -214,7 +214,7 @@ def lowered(fn=mean, amp_policy=SCOPED):
 
 def scopes(fn, *args):
     """The scope of every matmul, in order, without methods."""
-    return ["/".join(path).replace(".encode", "") for path, _ in products(fn, *args)]
+    return ["/".join(path).replace(".encode", "") for path, _ in matmuls(fn, *args)]
 
 
 def stack_layers(model, x):

@@ -64,7 +64,7 @@ OF_ONE = {
 }
 # ... and from two.
 OF_TWO = {
-    "product": lambda a, b: a @ b / N,
+    "matmul": lambda a, b: a @ b / N,
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
     "multiply": lambda a, b: a * b,
@@ -73,7 +73,7 @@ OF_TWO = {
     "sum": lambda a, b: b * a.sum(-1, keepdims=True) / N,
     "jit": jax.jit(lambda a, b: a * jnp.tanh(b + a)),
 }
-# Products more often: without them there is nothing to say.
+# Matmuls more often: without them there is nothing to say.
 NAMES = [*OF_ONE, *OF_TWO, *"matmul dense block running scaled".split()]
 layer = st.tuples(st.sampled_from(NAMES), *[st.integers(0, 3)] * 3)
 programs = st.lists(layer, min_size=4, max_size=12)

@@ -197,7 +197,7 @@ def doubled(x):
 
 WEAK = jnp.full((4,), 0.3)
 WEAKLY_TYPED = {
-    "product": (lambda w: jnp.stack([w, w]) @ w, WEAK),
+    "matmul": (lambda w: jnp.stack([w, w]) @ w, WEAK),
     "scatter": (lambda x: jnp.full((4,), 1e5).at[0].set(x[0]), jnp.ones(4)),
     "while": (doubled, WEAK),
     "numbers": (
