@@ -295,7 +295,7 @@ debug/_run.py
 
 debug/_explain.py
   debug/test_explain.py::test_rounded_numbers_that_a_loss_reads
-- _OF_LOSS = ("float32: no matmul reads it", "float32: a scalar")
+- _OF_LOSS = ("float32: no matmul reads it", "float32: a scalar", "carries float32")
 + _OF_LOSS = ("float32: a scalar",)
 """
 

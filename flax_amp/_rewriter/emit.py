@@ -34,6 +34,7 @@ from flax_amp._rewriter.primitives import (
 )
 from flax_amp._rewriter.roles import Choice
 from flax_amp._rewriter.stored import NOWHERE, is_saved, mark_stored
+from flax_amp._tree import split_list
 from flax_amp.policy import use_fp8, with_result_dtype
 
 # What is told of each equation of the user's program as it is emitted, with those in
@@ -373,7 +374,14 @@ def _stored_relu(x: Array, mark: Callable[[Array], Array]) -> Array:
 
 
 def _what_became(eqn: Eqn, plan: Plan, results: Arrays) -> str:
-    """Says what became of the first result of an equation."""
+    """Says what became of the first result of an equation, of a scan of all."""
+    if eqn.primitive.name == "scan":
+        _, count = _compat.scan_counts(eqn)
+        dtypes = [str(x.dtype) for x in results]
+        carried, stacked = (
+            ", ".join(dict.fromkeys(x)) for x in split_list(dtypes, count)
+        )
+        return f"carries {carried or 'nothing'}, stacks {stacked or 'nothing'}"
     if not eqn.outvars or not is_float32(eqn.outvars[0]):
         return ""
     v, is_half = eqn.outvars[0], results[0].dtype != jnp.float32

@@ -62,7 +62,8 @@ _OWN = (
     "has factors in {0} without amp: its author set a dtype. Leave out dtype= or the "
     "cast to let the policy decide."
 )
-_OF_LOSS = ("float32: no matmul reads it", "float32: a scalar")  # results on its way
+# Results on its way.
+_OF_LOSS = ("float32: no matmul reads it", "float32: a scalar", "carries float32")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -187,6 +187,14 @@ RESULTS = {
         "float32",
         "float32: computed from arguments",
     ),
+    "states": (
+        lambda x, w: jax.lax.scan(
+            lambda h, y: (jnp.tanh(h @ w + y), h @ w), x, jnp.stack([x, x])
+        )[1].sum(),
+        "scan",
+        "float32",
+        "carries float32, stacks bfloat16",
+    ),
     "amp_stop": (
         lambda x, w: flax_amp.amp_stop(jnp.sin)(x @ w) @ w,
         "sin",
