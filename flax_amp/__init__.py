@@ -80,27 +80,23 @@ __all__ = [
 # Imported when they are first used, because a training step needs none of them, and
 # Orbax alone takes about as long to import as JAX.
 _SUBPACKAGES = ("checkpoint", "debug", "metrics")
-_FUNCTIONS = {
-    "compare_precision": "flax_amp.debug._compare",
-    "explain": "flax_amp.debug._explain",
-    "find_nonfinite": "flax_amp.debug._nonfinite",
-}
+_OF_DEBUG = ("compare_precision", "explain", "find_nonfinite")
 
 if typing.TYPE_CHECKING:  # which then reports names that do not exist
     from flax_amp import checkpoint as checkpoint
     from flax_amp import debug as debug
     from flax_amp import metrics as metrics
-    from flax_amp.debug._compare import compare_precision as compare_precision
-    from flax_amp.debug._explain import explain as explain
-    from flax_amp.debug._nonfinite import find_nonfinite as find_nonfinite
+    from flax_amp.debug import compare_precision as compare_precision
+    from flax_amp.debug import explain as explain
+    from flax_amp.debug import find_nonfinite as find_nonfinite
 else:
 
     def __getattr__(name):
         """Imports a subpackage, or a function of one, when it is first used."""
         if name in _SUBPACKAGES:
             return importlib.import_module(f"flax_amp.{name}")
-        if name in _FUNCTIONS:
-            return getattr(importlib.import_module(_FUNCTIONS[name]), name)
+        if name in _OF_DEBUG:
+            return getattr(importlib.import_module("flax_amp.debug"), name)
         raise AttributeError(f"module 'flax_amp' has no attribute {name!r}")
 
 

@@ -221,9 +221,15 @@ def read_options(
     `compute_dtype` and `matmul_dtype` replace those of the word, unless they are None.
     """
     low, matmuls = read_precision(word)
-    dtype = check_compute_dtype(low if compute_dtype is None else compute_dtype)
+    given = low if compute_dtype is None else compute_dtype
+    checked = _as_function(given)
+    if checked not in map(InDtype, (jnp.float16, jnp.bfloat16, jnp.float32)):
+        raise TypeError(
+            f"compute_dtype: got {given!r}; expected jnp.float16, jnp.bfloat16, or "
+            "jnp.float32 for a run without mixed precision."
+        )
     matmuls = matmuls if matmul_dtype is None else matmul_dtype
-    return dtype, with_matmul_dtype(entries, matmuls)
+    return checked.dtype, with_matmul_dtype(entries, matmuls)
 
 
 def without_fp8(entries: PolicyEntries) -> PolicyEntries:
@@ -361,14 +367,3 @@ def _as_function(value: Any) -> Any:
     is_here = jax.dtypes.canonicalize_dtype(dtype) == dtype
     is_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
     return in_dtype if is_float and is_here else None
-
-
-def check_compute_dtype(dtype: Any) -> DType:
-    """Returns float16, bfloat16 or float32 as a numpy dtype, or raises a TypeError."""
-    checked = _as_function(dtype)
-    if checked not in map(InDtype, (jnp.float16, jnp.bfloat16, jnp.float32)):
-        raise TypeError(
-            f"compute_dtype: got {dtype!r}; expected jnp.float16, jnp.bfloat16, or "
-            "jnp.float32 for a run without mixed precision."
-        )
-    return checked.dtype

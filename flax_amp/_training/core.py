@@ -7,7 +7,7 @@ finite changes nothing but `step`, the scaler and the counters of skipped steps.
 select between the old and the new state does that, so every other leaf keeps its bits.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import optax
 from flax_amp import _tree
 from flax_amp._compat import with_weak_type
 from flax_amp._training import Array, Metrics, PyTree
-from flax_amp._training.arguments import Options, check_params, check_type, differences
+from flax_amp._training.arguments import Options, check_params, differences
 from flax_amp._training.loss import fold_in, in_precision, merge_metrics, pure_loss
 from flax_amp._training.optimizer import collect_hyperparams, counted
 from flax_amp._training.passes import PassResult, complete_grads, run_passes
@@ -43,8 +43,7 @@ def run_step(
     check_params(state.params, "train_step", may_be_half=may_be_half)
     # `amp` is inside of `value_and_grad`: gradients are those of float32 parameters.
     # XLA drops a cast of stored bfloat16 that is followed by one back.
-    precision = options.precision or state.precision
-    loss_fn = in_precision(pure_loss(options, state), precision, options.amp_policy)
+    loss_fn = in_precision(pure_loss(options, state), options, state)
     params = jax.tree.map(_tree.float32_if_bfloat16, state.params)
     inputs = params, state.variables, fold_in(state.rngs, state.step)
 
@@ -121,10 +120,9 @@ def _select(options: Options, finite: Array, new: PyTree, old: PyTree) -> PyTree
 
     A select, not a `lax.cond` around the update: one rule holds for every leaf, keys
     and -0.0 included, and XLA cannot fuse across a branch or update in place (178 MB of
-    temporary memory for an MLP on a v5e, 975 MB with the branch). Whether the update is
-    finite is not looked at: XLA would compute all of it twice. Rejected, too: keeping
-    the old value of each element that is not finite, after which the moments of an
-    optimizer do not fit each other.
+    temporary memory for an MLP on a v5e, 975 MB with the branch). Rejected, too:
+    keeping the old value of each element that is not finite, after which the moments of
+    an optimizer do not fit each other.
     """
 
     def select(new: Any, old: Any) -> Any:
@@ -165,7 +163,4 @@ def _measure(options: Options, state: StateT, grads: PyTree, new: StateT) -> Met
         jax.tree.map(_tree.float32_if_bfloat16, s.params) for s in (new, state)
     )
     updates = jax.tree.map(jnp.subtract, after, before)
-    found = options.metrics_fn(state, grads, updates)
-    name = f"{options.caller}: metrics_fn"
-    check_type(found, Mapping, f"{name}: its result", "a dict of metrics by name.")
-    return dict(found)
+    return dict(options.metrics_fn(state, grads, updates))

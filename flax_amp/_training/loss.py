@@ -24,7 +24,7 @@ from flax_amp._training.arguments import (
     differences,
 )
 from flax_amp._training.train_state import AmpTrainState, split_model
-from flax_amp.policy import Policy, PolicyEntries, Precision
+from flax_amp.policy import Policy
 
 
 def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
@@ -49,7 +49,7 @@ def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
             new = variables | _collections(metrics, variables, name)
         return loss, _changes(variables, new, name), metrics
 
-    return with_name_of(options.loss_fn, pure)
+    return pure
 
 
 def with_name_of(fn: UserFn, pure: Any) -> UserFn:
@@ -59,18 +59,17 @@ def with_name_of(fn: UserFn, pure: Any) -> UserFn:
 
 
 def in_precision(
-    pure: UserFn,
-    precision: Precision,
-    policy: PolicyEntries | None,
-    recompute: bool = True,
+    pure: UserFn, options: Options, state: AmpTrainState, recompute: bool = True
 ) -> UserFn:
-    """Returns `amp(pure)`, or `pure` if that calls what is `amp(...)` already.
+    """Returns `amp(pure)`, or `pure` if the user's function is `amp(...)` already.
 
     Without a backward pass, `recompute=False` leaves no trace of one in the program.
     """
+    pure = with_name_of(options.loss_fn, pure)
     if is_rewritten(pure):
         return pure
-    out: UserFn = amp(pure, precision=precision, amp_policy=policy, recompute=recompute)
+    word, policy = options.precision or state.precision, options.amp_policy
+    out: UserFn = amp(pure, precision=word, amp_policy=policy, recompute=recompute)
     return out
 
 

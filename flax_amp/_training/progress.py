@@ -13,7 +13,7 @@ from flax import nnx
 
 from flax_amp import _tree
 from flax_amp._training.arguments import check_count, check_type, first_of
-from flax_amp._training.scaler import LOWEST, check_scaler, values_out_of_range
+from flax_amp._training.scaler import LOWEST, values_out_of_range
 from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.optim._optimizer import pure
@@ -47,8 +47,7 @@ def check_progress(
 
     Args:
       state: the `AmpTrainState` that the last step returned, or the `AmpOptimizer`, or
-        the pair `(model, optimizer)`. For a loop of your own, the pair `(opt_state,
-        scaler)`, where `tx` is an `optax.apply_if_finite(tx, 2**31 - 1)`.
+        the pair `(model, optimizer)`.
       metrics: the metrics of the last step, which tell what is not finite; and which
         gradients, if they hold those of `flax_amp.metrics.finite_by_leaf`.
       max_skips: how many steps in a row may be skipped. The default is 50 while the
@@ -103,7 +102,7 @@ def check_progress(
 
 
 class _Run(NamedTuple):
-    """What there is to know of a run; `step` is () if there is none."""
+    """What there is to know of a run."""
 
     step: Any
     skips: optax.ApplyIfFiniteState
@@ -114,27 +113,22 @@ class _Run(NamedTuple):
 
 def _read(state: Any) -> _Run:
     """Returns what there is to know of a run."""
-    first, last = state if type(state) is tuple and len(state) == 2 else (None, state)
-    if isinstance(last, AmpTrainState):
-        call, params = "state, loss_fn, batch", last.params
-        run = _Run(last.step, last.opt_state, last.scaler, call, params)
-    elif isinstance(last, nnx.Optimizer):
-        call = "(model, optimizer), loss_fn, batch"
-        params = None if first is None else nnx.state(first, last.wrt)
-        skips, scaler = pure(last.opt_state), pure(getattr(last, "scaler", {}))
-        run = _Run(last.step[...], skips, scaler, call, params)
+    model, held = state if type(state) is tuple and len(state) == 2 else (None, state)
+    expected = "an AmpTrainState, an AmpOptimizer, or (model, optimizer)."
+    check_type(held, AmpTrainState | nnx.Optimizer, "check_progress: state", expected)
+    if isinstance(held, AmpTrainState):
+        call, params = "state, loss_fn, batch", held.params
     else:
-        expected = "an AmpTrainState, an AmpOptimizer, or (opt_state, scaler)."
-        check_type(state, tuple, "check_progress: state", expected)
-        scaler = check_scaler(last, "check_progress: the scaler")
-        run = _Run((), first, scaler, "loss_fn)(params, batch", None)
+        call = "(model, optimizer), loss_fn, batch"
+        params = None if model is None else nnx.state(model, held.wrt)
+    skips, scaler = pure(held.opt_state), pure(getattr(held, "scaler", {}))
     check_type(
-        run.skips,
+        skips,
         optax.ApplyIfFiniteState,
         "check_progress: the optimizer does not count skipped steps: its state",
         "that of an AmpOptimizer, or of tx=optax.apply_if_finite(tx, 2**31 - 1).",
     )
-    return run
+    return _Run(pure(held.step), skips, scaler, call, params)
 
 
 def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, int]:

@@ -15,13 +15,9 @@ from flax import nnx
 from flax_amp import _tree
 from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._training import AxisName, Metrics, PyTree, UserFn
-from flax_amp._training.arguments import (
-    Options,
-    check_options,
-    check_type,
-)
+from flax_amp._training.arguments import Options, check_options, check_type
 from flax_amp._training.core import run_step
-from flax_amp._training.loss import call_user_fn, fold_in, in_precision, with_name_of
+from flax_amp._training.loss import call_user_fn, fold_in, in_precision
 from flax_amp._training.scaler import warn_if_unscaled
 from flax_amp._training.step_call import copy_aliases, reraise_with_path
 from flax_amp._training.train_state import (
@@ -155,15 +151,14 @@ def make_train_step(
 
 def _with_state_checks(jitted: Any, precision: Precision | None, donates: bool) -> Any:
     """Returns a jitted step that checks a state unless its last call returned it."""
-    is_first, last = True, None  # a reference to what the last call returned
+    last = None  # a reference to what the last call returned
 
     @functools.wraps(jitted)
     def train_step(state: Any, batch: PyTree, *args: PyTree) -> Any:
-        nonlocal is_first, last
+        nonlocal last
         if last is None or last() is not state:
-            if is_first and isinstance(state, AmpTrainState):
-                # A traced call does not count as the first.
-                is_first = isinstance(state.step, jax.core.Tracer)
+            # Nothing is compiled before the first call that is not traced.
+            if isinstance(state, AmpTrainState) and not jitted._cache_size():
                 used = precision or state.precision
                 warn_if_unscaled(used, state.scaler, stacklevel=3)
             if donates:
@@ -221,9 +216,7 @@ def make_eval_step(
 
         # As in a training step: other numbers in each step, the same ones in a rerun.
         rngs = fold_in(state.rngs, state.step)
-        used = options.precision or state.precision
-        named = with_name_of(fn, pure)
-        function = in_precision(named, used, amp_policy, recompute=False)
+        function = in_precision(pure, options, state, recompute=False)
         params = jax.tree.map(_tree.float32_if_bfloat16, state.params)
         return function(params, state.variables, batch, rngs, *args)
 

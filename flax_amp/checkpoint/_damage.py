@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from etils import epath
 
+from flax_amp._training.arguments import first_of
+
 NAME = "flax_amp_checksums.json"
 ITEM = "default"  # CheckpointManager saves under this name what is not given another
 
@@ -98,9 +100,9 @@ def check(step: epath.Path, part: slice) -> None:
     found = _checksums(step, names)
     missing = sorted(name for name, sums in found.items() if sums is None)
     if changed := sorted({n for n in names if found[n] != listed[n]} - {*missing}):
-        raise CorruptCheckpointError(f"{_few(changed)} changed on disk")
+        raise CorruptCheckpointError(f"{first_of(changed)} changed on disk")
     if missing:
-        raise IncompleteError(f"{_few(missing)} missing on disk")
+        raise IncompleteError(f"{first_of(missing)} missing on disk")
 
 
 def read_file(path: epath.Path) -> bytes:
@@ -135,8 +137,3 @@ def _of_file(path: epath.Path) -> list[int] | None:
             return None
         raise outage(error) from error
     return [size, value]
-
-
-def _few(names: list[str]) -> str:
-    more = len(names) - 4
-    return ", ".join(names[:4]) + (f" and {more} more files" if more > 0 else "")

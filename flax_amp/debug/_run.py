@@ -219,11 +219,9 @@ class Runner:
         counts = params["cond_nconsts"], params["body_nconsts"]
         cond_consts, consts, carry = split_list(values, *counts)
         while self._whole(params["cond_jaxpr"], [*cond_consts, *carry])[0]:
-            place, body = (
-                at.noted(f"while iteration {next(count)}"),
-                params["body_jaxpr"],
-            )
-            carry = tuple(self._iteration(body, [*consts, *carry], place))
+            place = at.noted(f"while iteration {next(count)}")
+            values = [*consts, *carry]
+            carry = tuple(self._iteration(params["body_jaxpr"], values, place))
         return [value.cause for value in carry]
 
     # --- the cause of a result of one equation ---------------------------------------

@@ -31,7 +31,6 @@ from flax_amp import (
     make_eval_step,
     make_nnx_train_step,
     make_train_step,
-    no_scaler,
 )
 
 pytestmark = pytest.mark.once
@@ -129,7 +128,6 @@ TABLE = {
         ),
         "create: scaler has the keys": created(scaler={"growth": 1}),
         "max_skips=0; expected an integer of": checked(linear_state(), max_skips=0),
-        "check_progress: the scaler has the keys": checked((ADAM().opt_state, {})),
         # what a loss returns
         r"returned aux with \['batch_stats'\].*aux\['variables'\]": run(
             pair(STATS), lambda: linear_state(variables=STATS), has_aux=True
@@ -180,7 +178,6 @@ TABLE = {
         "rngs is .*; expected a dict": created(rngs=jax.random.key(0)),
         "state is a dict; expected an AmpTrainState, an AmpOptimizer": checked({}),
         "does not count skipped steps.*is a tuple;.*AmpOptimizer": checked(PLAIN),
-        "not count skipped.*is a dict;.*apply_if_fin": checked(({}, no_scaler())),
         # what a loss returns
         r"float32\[3\] as its loss.*mean\(\)": run(matrix),
         r"int32\[\] as its.*scalar float": run(lambda p, b: p["w"].sum().astype(int)),
@@ -193,7 +190,6 @@ TABLE = {
         r"matrix returned float32\[3\] as its loss": grad(matrix),
         r"matrix returned .*\(loss, aux\) pair": grad(matrix, has_aux=True),
         "argnums=.* requires at least 3 positional": grad(linear_loss, argnums=2),
-        r"metrics_fn: its result is float32\[\]; expect": measuring(1.0),
         # a state
         "train_step: state is a TrainState; expected an Amp": on(FLAX),
         "state is a Linear; .*make_nnx_train_step": on(MODEL),

@@ -15,12 +15,10 @@ from flax_amp import (
     AmpTrainState,
     StuckError,
     check_progress,
-    dynamic_scale_value_and_grad,
     init_scaler,
     make_nnx_train_step,
     make_train_step,
     no_scaler,
-    optim,
 )
 
 # It counts steps; the example in its docstring runs on each JAX.
@@ -229,24 +227,6 @@ def test_objects_of_nnx(scaled):
         call = "find_nonfinite((model, optimizer), loss_fn, batch)"
         assert call in str(caught.value)
     check_progress(optimizer, step(model, optimizer, jnp.ones(3)))
-
-
-@pytest.mark.parametrize("optimizer", [optax, optim], ids=["optax", "optim"])
-def test_loops_without_a_state(optimizer):
-    """The state of an `apply_if_finite` of optax counts, and has no step."""
-    grad_fn = dynamic_scale_value_and_grad(loss_fn)
-    tx = optimizer.apply_if_finite(optimizer.sgd(0.1), 2**31 - 1)
-    tx = tx.to_optax() if optimizer is optim else tx
-    params, scaler = {"w": jnp.ones(2)}, no_scaler()
-    opt_state = tx.init(params)
-    for _ in range(20):
-        check_progress((opt_state, scaler))
-        scaler, (loss, grads) = grad_fn(params, BAD, dynamic_scaler_state=scaler)
-        _, opt_state = tx.update(grads, opt_state, params)
-    for metrics, told in [({"loss": loss}, "(loss nan, 20 steps"), ({}, "(20 steps")]:
-        with pytest.raises(StuckError, match=re.escape(told)):
-            check_progress((opt_state, scaler), metrics)
-    check_progress((opt_state, scaler), max_skips=21)
 
 
 def test_paths_of_nnx_and_leaves_without_a_gradient():
