@@ -377,14 +377,15 @@ def _loss_reads(visits: Sequence[Visit], closed: Jaxpr) -> tuple[str, ...]:
     is_loss = [getattr(x, "shape", None) for x in closed.out_avals[:1]] == [()]
     halves: dict[Any, str] = {}
     found: dict[str, None] = {}
-    for row, eqn, *_ in visits if is_loss else ():
+    for row, eqn, why, _ in visits if is_loss else ():
         if row.result.startswith(_OF_LOSS):
             read = _compat.variables(eqn.invars)
             found |= dict.fromkeys(halves[v] for v in read if v in halves)
         # What a loop or a call gives is computed from what its matmuls round.
         inside = chain.from_iterable(map(walk, jaxprs_in_params(eqn.params)))
         has_matmul = any(is_matmul(visit.eqn) for visit in inside)
-        if row.result == "half precision" or has_matmul:
+        is_rewritten = why.role is not Kind.ORIGINAL
+        if row.result == "half precision" or (has_matmul and is_rewritten):
             text = f"{row.primitive} of {row.path}".removesuffix(" of ")
             halves |= dict.fromkeys(eqn.outvars, f"{text}, {row.source}")
     return tuple(found)

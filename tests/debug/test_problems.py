@@ -181,3 +181,18 @@ def test_a_sound_model_has_no_problems():
 def test_the_precision_that_a_matmul_asks_for(precision, words):
     found = explain(lambda w, x: jax.lax.dot(x, w, precision=precision))(W, X)
     assert words in found.problems[-1].message
+
+
+def test_a_solver_runs_as_a_whole_in_float32():
+    def solve(matvec, b):
+        return jax.lax.fori_loop(0, 5, lambda _, y: y + 0.2 * (b - matvec(y)), b)
+
+    def loss(w, b):
+        return jnp.sum(jax.lax.custom_linear_solve(lambda v: w @ v, b, solve, solve))
+
+    with pytest.warns(flax_amp.PolicyWarning):
+        jax.make_jaxpr(flax_amp.amp(loss))(jnp.eye(3), jnp.ones(3))
+    found = flax_amp.explain(loss)(jnp.eye(3), jnp.ones(3))
+    text = " ".join(str(found).split())
+    assert "inside of custom_linear_solve, which runs as a whole" in text
+    assert not found.loss_reads
