@@ -11,7 +11,8 @@ And the methods of their classes are wrapped. A module without a name, such as o
 another thread, goes through the wrapper as if it were not there.
 
 Two modules that differ in their names only have different structures, and code that
-needs them equal fails. So modules have names only where a policy has scope keys.
+needs them equal fails. So modules have names only where a policy has scope keys, or a
+tool of `debug` asks.
 """
 
 import contextlib
@@ -30,9 +31,9 @@ _NAMELESS = (nnx.List, nnx.Dict, nnx.bridge.ToNNX)
 SCOPES_NOTE = (
     "amp gives each nnx.Module a static attribute with its name, because amp_policy "
     "has scope keys, or a tool such as flax_amp.explain asks for names: two layers of "
-    "one class have different structures here. Code that "
-    "needs them equal can use their states, which have no names (graphdef, state = "
-    "nnx.split(layer)), or a policy without scope keys."
+    "one class have different structures here. Code that needs them equal can use "
+    "their states, which have no names (graphdef, state = nnx.split(layer)), or a "
+    "policy without scope keys."
 )
 
 
