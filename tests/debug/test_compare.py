@@ -190,10 +190,14 @@ CULPRITS = {
 def test_the_modules_at_fault_are_found(fun, culprits, dtype):
     keys = jax.random.split(jax.random.key(0), 5)
     *ws, x = (jax.random.normal(key, (16, 16)) for key in keys)
-    found = compare_precision(fun, compute_dtype=dtype)([w / 4 for w in ws], x)
+    given = [w / 4 for w in ws], x
+    found = compare_precision(fun, compute_dtype=dtype)(*given)
     best = found.best
     assert sorted(best.keys) == culprits, found
     assert best.gradient_error <= found.threshold
+    few = compare_precision(fun, compute_dtype=dtype, remedies=1)(*given)
+    is_told = "more than 1 module would have to be" in str(few)
+    assert is_told == (len(culprits) > 1) != any(run.keys for run in few.remedies)
 
 
 SCALES = {
