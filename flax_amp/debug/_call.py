@@ -53,7 +53,7 @@ class Options(OfAmp, total=False):
     backward: bool  # of `explain`
     scale: float | None  # of `find_nonfinite` and `compare_precision`
     remedies: int  # of `compare_precision`
-    turns: int  # of `measure`
+    steps: int  # of `measure`
 
 
 # What has a precision and a scaler. Other optimizers may have such names for their own.

@@ -33,7 +33,7 @@ class Figures:
     """What a step takes in one dtype."""
 
     compile_s: float  #: seconds of tracing and compiling
-    step_ms: float  #: from the call to the end, the least of all turns
+    step_ms: float  #: from the call to the end, the least of all that were timed
     temp_mb: float | None  #: temporary memory on each device, if the backend tells
 
 
@@ -43,11 +43,11 @@ class Measurement(Report):
 
     platform: str  #: of the devices, such as "gpu"
     devices: str  #: how many there are, and of which kind
-    turns: int  #: how many steps in each dtype were timed
+    steps: int  #: how many steps in each dtype were timed
     figures: dict[str, Figures]  #: what a step takes, by the name of the dtype
 
     def _parts(self, only: str | None = None) -> Iterator[Block]:
-        yield f"{self.name} on {self.devices}, the least of {self.turns} turns"
+        yield f"{self.name} on {self.devices}, the least of {self.steps} steps"
         yield from (_ON_A_CPU,) if self.platform == "cpu" else ()
         yield ""
         headers = ["", "compile, s", "step, ms", "temporary, MB"]
@@ -64,7 +64,7 @@ class Measurement(Report):
 
 
 @tool
-def measure(call: Call, *, turns: int = 20) -> Measurement:
+def measure(call: Call, *, steps: int = 20) -> Measurement:
     """Measures what a step takes in float32, bfloat16 and float16, on this device.
 
     Of a state, it is the step of `make_train_step`; of a function, and of a pair
@@ -76,7 +76,7 @@ def measure(call: Call, *, turns: int = 20) -> Measurement:
       cache, `compile_s` is the time of reading from it.
 
     Args:
-      turns: how many steps to time in each dtype. The dtypes take turns, so that what
+      steps: how many steps to time in each dtype. The dtypes alternate, so that what
         else the machine does affects all of them.
 
     Returns:
@@ -84,7 +84,7 @@ def measure(call: Call, *, turns: int = 20) -> Measurement:
 
     Raises:
       TypeError: if an argument is of a wrong kind, or abstract.
-      ValueError: if `turns` is not a positive integer.
+      ValueError: if `steps` is not a positive integer.
       RuntimeError: if a step has deleted the state, or for lack of memory.
 
     Example:
@@ -95,7 +95,7 @@ def measure(call: Call, *, turns: int = 20) -> Measurement:
       >>> list(found.figures), found.figures["bfloat16"].step_ms > 0
       (['float32', 'bfloat16', 'float16'], True)
     """
-    turns = check_count(turns, f"measure: {turns=}", "of steps to time")
+    steps = check_count(steps, f"measure: {steps=}", "of steps to time")
     is_step = isinstance(call.asked.holder, AmpTrainState)
     compiled, compile_s, step_ms = {}, {}, defaultdict(list)
     for name, precision in _PRECISIONS.items():
@@ -103,7 +103,7 @@ def measure(call: Call, *, turns: int = 20) -> Measurement:
         start = time.perf_counter()
         compiled[name] = program.lower(*args).compile(), args
         compile_s[name] = time.perf_counter() - start
-    for name, (run, args) in [*compiled.items()] * (turns + 1):  # the first is slow
+    for name, (run, args) in [*compiled.items()] * (steps + 1):  # the first is slow
         # A step deletes the state that it is given.
         args = jax.block_until_ready(jax.tree.map(_tree.own, args))
         start = time.perf_counter()
@@ -120,7 +120,7 @@ def measure(call: Call, *, turns: int = 20) -> Measurement:
         name=call.asked.name,
         platform=devices[0].platform,
         devices=f"{len(devices)} x {devices[0].device_kind}",
-        turns=turns,
+        steps=steps,
         figures=figures,
     )
 

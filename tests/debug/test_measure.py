@@ -90,8 +90,8 @@ def test_what_is_measured_stays_as_it_is(programs, make):
     first, *step = make()
     model = first[0] if isinstance(first, tuple) else nnx.Dict()
     before = jax.tree.map(jnp.copy, (first, nnx.state(model)))
-    found = measure(first, *step, turns=2)
-    assert list(found.figures) == DTYPES and found.turns == 2
+    found = measure(first, *step, steps=2)
+    assert list(found.figures) == DTYPES and found.steps == 2
     assert found.name == step[0].__name__
     assert_identical(before, (first, nnx.state(model)))
     assert [*map(matmuls, programs)] == [{"f32"}, {"bf16"}, {"f16"}]
@@ -104,7 +104,7 @@ def test_what_is_measured_stays_as_it_is(programs, make):
 @pytest.mark.filterwarnings("ignore::flax_amp.PolicyWarning")
 def test_a_function_with_a_policy(programs):
     policy = flax_amp.default_amp_policy | {jax.lax.dot_general_p: jnp.float32}
-    found = measure(plain, turns=1, amp_policy=policy)(W, X)
+    found = measure(plain, steps=1, amp_policy=policy)(W, X)
     assert {"f32"} == set().union(*map(matmuls, programs))
     assert all(row.step_ms > 0 for row in found.figures.values())
 
@@ -115,7 +115,7 @@ FOUND = Measurement(
     name="loss_fn",
     platform="gpu",
     devices="1 x NVIDIA H100",
-    turns=20,
+    steps=20,
     figures={
         "float32": Figures(20.0, 2345.6, 4000.0),
         "bfloat16": Figures(30.0, 1172.8, 2400.0),
@@ -126,7 +126,7 @@ FOUND = Measurement(
 
 def test_table():
     title, _, *lines = str(FOUND).splitlines()
-    assert title == "loss_fn on 1 x NVIDIA H100, the least of 20 turns"
+    assert title == "loss_fn on 1 x NVIDIA H100, the least of 20 steps"
     assert [line.split() for line in lines] == [
         "compile, s step, ms temporary, MB".split(),
         "float32 20 x1.00 2,346 x1.00 4,000 x1.00".split(),
@@ -142,7 +142,7 @@ def test_table():
 
 SHAPE = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 ERRORS = {
-    "turns": (lambda: measure(plain, turns=0)(W, X), "measure: turns=0; expected an "),
+    "steps": (lambda: measure(plain, steps=0)(W, X), "measure: steps=0; expected an "),
     "no floats": (lambda: measure(lambda n: n + 1)(3), "has no float arrays"),
     "a shape": (lambda: measure(plain)(W, SHAPE), "expected arrays with values"),
     "in jit": (
@@ -164,7 +164,7 @@ def test_command(capsys, monkeypatch):
     monkeypatch.setattr(jax.config, "update", lambda *args: updates.append(args))
     target = "debug/test_measure:function"
     assert __main__.main(["measure", target]) == 0
-    assert "the least of 20 turns" in capsys.readouterr().out
+    assert "the least of 20 steps" in capsys.readouterr().out
     assert updates == []  # the device stays the user's
 
 
