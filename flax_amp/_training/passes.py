@@ -149,7 +149,7 @@ def _accumulate(
     batch: PyTree,
     accum_steps: int,
 ) -> PassResult:
-    """Averages passes; each starts with the variables that the last one updated."""
+    """Averages losses and gradients; each pass starts with the last one's variables."""
     # Only its structure is used (`None` where nothing changed): the arrays come from
     # the scan.
     updates: PyTree = None

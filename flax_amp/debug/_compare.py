@@ -16,6 +16,7 @@ import numpy as np
 from flax_amp import _tree
 from flax_amp._compat import Array
 from flax_amp._training.arguments import check_count
+from flax_amp._training.scaler import HIGHEST
 from flax_amp.debug._call import Call, tool
 from flax_amp.debug._report import Block, Report, percent, plural, remedy_text, table
 from flax_amp.debug._trial import Part, Trials, fewest, keys_of, lines_of
@@ -269,7 +270,7 @@ class _Comparing:
         if Policy(asked.entries).fp8_recipes:
             yield self._run("without fp8", without_fp8(asked.entries))[0]
         if asked.dtype == jnp.float16 and 0 < largest < math.inf:
-            self._scale = min(2.0 ** math.floor(math.log2(_TARGET / largest)), 2.0**24)
+            self._scale = min(2.0 ** math.floor(math.log2(_TARGET / largest)), HIGHEST)
             if self._scale != scale:
                 run, *_ = self._run(f"loss scale {self._scale:.8g}", asked.entries)
                 yield run

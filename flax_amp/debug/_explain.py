@@ -164,8 +164,8 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
 
     Args:
       fun: a float32 function, or an `AmpTrainState`, or a pair `(model, optimizer)`.
-      *step: the loss function and what the step takes after its batch, unless `fun` is
-        a function.
+      *step: the loss function, the batch and what follows it, unless `fun` is a
+        function.
       backward: whether to count what the backward pass stores, for the gradient with
         respect to the first argument. It takes a trace of the gradient.
       **options: `precision`, `compute_dtype`, `matmul_dtype`, `amp_policy` and

@@ -74,20 +74,22 @@ class StepMetrics(clu_metrics.Collection):
                 "StepMetrics.single_from_model_output(**m))(stacked).reduce()."
             )
         finite = jnp.bool_(metrics.pop("grads_finite"))
-        scalars = [(_NAMES.get(n, n), x) for n, x in metrics.items() if _counts(n, x)]
-        of = dict(sorted(scalars, key=lambda item: item[0]))
-        if len(of) < len(scalars) or "skip_rate" in of:
+        scalars = [
+            (_NAMES.get(n, n), x) for n, x in metrics.items() if _is_reported(n, x)
+        ]
+        by_name = dict(sorted(scalars, key=lambda item: item[0]))
+        if len(by_name) < len(scalars) or "skip_rate" in by_name:
             raise ValueError(
                 f"StepMetrics: of {sorted(metrics)}, two have one name here, or one "
                 f"that is taken: {_NAMES}, 'skip_rate'. Rename yours."
             )
-        values = jnp.float32([*of.values()])
+        values = jnp.float32([*by_name.values()])
         return cls(
             _reduction_counter=None,  # `steps` tells what clu uses it for
             steps=jnp.int32([finite, ~finite]),
-            values=jnp.where(finite | _is_last(tuple(of)), values, 0),
+            values=jnp.where(finite | _is_last(tuple(by_name)), values, 0),
             own={name: x for name, x in metrics.items() if _is_of_clu(x)},
-            names=tuple(of),
+            names=tuple(by_name),
         )
 
     def add(self, metrics: Mapping[str, Any]) -> "StepMetrics":
@@ -153,7 +155,7 @@ def _is_of_clu(value: Any) -> bool:
     return isinstance(value, clu_metrics.Metric | clu_metrics.Collection)
 
 
-def _counts(name: str, value: Any) -> bool:
+def _is_reported(name: str, value: Any) -> bool:
     """Whether a metric is a real scalar, and no flag of one gradient."""
     if value is None or _is_of_clu(value) or np.shape(value):
         return False

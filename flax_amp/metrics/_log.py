@@ -51,11 +51,12 @@ class MetricWriter:
                 file.write(text + "\n")
 
     def _print(self, step: int, numbers: Mapping[str, Any]) -> None:
-        (before, then), now = self._last, time.monotonic()
+        (last_step, last_time), now = self._last, time.monotonic()
         self._last = step, now
         shown = [f"step {step}{self._terminal}"]
-        if step > before:
-            shown.append(f"{(step - before) / max(now - then, 1e-9):.3g} steps/s")
+        if step > last_step:
+            rate = (step - last_step) / max(now - last_time, 1e-9)
+            shown.append(f"{rate:.3g} steps/s")
         names = [name for name in numbers if "hyperparams/" not in name]
         shown += [f"{name} {numbers[name]:.4g}" for name in names]
         print("  ".join(shown), flush=True)

@@ -27,7 +27,8 @@ def plot(*runs: Run, out: Run | None = None) -> Path:
 
     Drawn are all metrics named `loss`, `scale`, `grad_norm`, `learning_rate` or
     `skip_rate`, also with a prefix: `train/loss`, but no scale that is 1 throughout.
-    There are red crosses below the steps that were skipped. NaN is a gap.
+    There are red crosses at the logged steps before which steps were skipped. NaN is a
+    gap.
 
     Args:
       runs: the folders of the runs, as `create_writer` gets them.
