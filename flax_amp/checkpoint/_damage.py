@@ -16,7 +16,7 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from etils import epath
@@ -71,11 +71,10 @@ def reason_of(error: BaseException) -> str:
 # Checksums
 
 
-def files_of(folder: epath.Path) -> Iterator[epath.Path]:
-    """Yields all files below a folder. Links are not followed: they may be loops."""
+def _files_of(folder: epath.Path) -> Iterator[epath.Path]:
     for path in folder.iterdir():
-        if path.is_dir() and not os.path.islink(path):
-            yield from files_of(path)
+        if path.is_dir():
+            yield from _files_of(path)
         else:
             yield path
 
@@ -84,7 +83,7 @@ def write(step: epath.Path) -> None:
     """Writes the list into the folder of a step that holds a state."""
     # Every file in it counts, also what Orbax can do without.
     if (step / ITEM).is_dir():
-        names = sorted(str(path.relative_to(step)) for path in files_of(step / ITEM))
+        names = sorted(str(path.relative_to(step)) for path in _files_of(step / ITEM))
         (step / NAME).write_text(json.dumps(_checksums(step, names)))
 
 
@@ -115,9 +114,8 @@ def read_file(path: epath.Path) -> bytes:
         raise outage(error) from error
 
 
-def _checksums(step: epath.Path, names: Iterable[str]) -> dict[str, list[int] | None]:
+def _checksums(step: epath.Path, names: list[str]) -> dict[str, list[int] | None]:
     """Returns the size and the checksum of each file; `None` if it is not there."""
-    names = list(names)
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(_of_file, (step / name for name in names))
         return dict(zip(names, found, strict=True))

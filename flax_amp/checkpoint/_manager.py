@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import dataclasses
 import math
 import re
 import shutil
@@ -30,7 +29,9 @@ from flax_amp.checkpoint._damage import (
 )
 from flax_amp.checkpoint._directory import directory_of
 
-_NAMES = {"step_prefix", "step_format_fixed_length", "step_name_format"}
+# The options that this manager sets itself.
+_OWN = {"step_prefix", "step_format_fixed_length", "step_name_format"}
+_OWN |= {"async_options", "enable_async_checkpointing"}
 _LEFTOVER = re.compile(rf"(0|[1-9][0-9]*){re.escape(_steps.HALF)}")
 
 # CPython issue 113964: some versions start no thread once the last line has run. No
@@ -56,16 +57,13 @@ class Manager(ocp.CheckpointManager):
     ) -> None:
         self.best_metric, self.read_only = best_metric, options.read_only
         self._saved: set[int] = set()
-        self._intact: set[int] = set()  # what was in the way of a save, and was checked
         self._interval = options.save_interval_steps
-        self._in_background = options.enable_async_checkpointing
-        asked = options.async_options or ocp.AsyncOptions()
-        self._then = asked.post_finalization_callback
-        hook = dict(post_finalization_callback=self._before_commit)
-        options = dataclasses.replace(
-            options,
-            enable_async_checkpointing=True,  # Orbax has this hook only then.
-            async_options=dataclasses.replace(asked, **hook),
+        options.enable_async_checkpointing = True  # Orbax has the hook only then.
+        options.async_options = ocp.AsyncOptions(
+            # If a save fails at once while its directory is created in the background,
+            # a thread keeps the process from ending for five minutes.
+            create_directories_asynchronously=False,
+            post_finalization_callback=self._before_commit,
         )
         super().__init__(directory, options=options)
 
@@ -77,8 +75,6 @@ class Manager(ocp.CheckpointManager):
         half = self.directory / f"{self._saving}{_steps.HALF}"
         # Some remote directories have no half-written steps.
         _damage.write(half if half.exists() else self.directory / str(self._saving))
-        if self._then is not None:
-            self._then()
 
     def is_due(self, step: int, force: bool) -> bool:
         """Whether a step is to be saved, if no intact one on disk is as new."""
@@ -99,7 +95,7 @@ class Manager(ocp.CheckpointManager):
                 raise self._failure(error) from error
             self._saved.add(step)
         _open.add(self)
-        if not (self._in_background and _STARTS_THREADS_AT_EXIT):
+        if not _STARTS_THREADS_AT_EXIT:
             self.wait_until_finished()
         return bool(saved)
 
@@ -111,7 +107,12 @@ class Manager(ocp.CheckpointManager):
                 f"checkpoint.save: the manager of {self.directory} is closed; expected "
                 "an open one. Save inside of `with checkpoint.manager(...)`."
             )
-        lock = self._held = _steps.agreed(self._acquire)
+        try:
+            lock = self._held = _steps.agreed(
+                _directory.acquire, self.directory, lock=jax.process_index() == 0
+            )
+        except OSError as error:
+            raise self._failure(error) from error
         with lock.mutex:
             for manager in filter(None, (lock.last(), self)):
                 manager.wait_until_finished()
@@ -120,14 +121,6 @@ class Manager(ocp.CheckpointManager):
                 _remove_leftovers(self.directory)
             self.reload()
             yield
-
-    def _acquire(self) -> _directory.Lock:
-        if self._held is not None:
-            return self._held
-        try:
-            return _directory.acquire(self.directory, lock=jax.process_index() == 0)
-        except OSError as error:
-            raise self._failure(error) from error
 
     def _not_older(self, step: int) -> list[int]:
         return [other for other in self.all_steps() if other >= step]
@@ -160,14 +153,12 @@ class Manager(ocp.CheckpointManager):
     def _is_intact(self, number: int) -> bool:
         step = _steps.Step(number, self.directory / str(number))
         try:
-            if number not in self._intact:
-                _steps.verify_together(step)
-                _steps.agreed(step.tree)
+            _steps.verify_together(step)
+            _steps.agreed(step.tree)
         except CorruptCheckpointError:
             return False
         except ValueError:  # It is something else, or of another version.
             pass
-        self._intact.add(number)
         return True
 
     def _tell_of_newer(self, step: int, newest: int) -> None:
@@ -286,10 +277,10 @@ def manager(
     if max_to_keep is not None:
         seen = f"{where}: {max_to_keep=}"
         max_to_keep = check_count(max_to_keep, seen, "of checkpoints")
-    if named := sorted(options.keys() & _NAMES):
+    if named := sorted(options.keys() & _OWN):
         raise ValueError(
             f"{where}: {', '.join(named)} given; expected steps under their plain "
-            "numbers, by which they are found. Leave it out."
+            "numbers, saved by threads of this manager. Leave it out."
         )
     folder = directory_of(directory)
     if set("[]") & set(str(folder)):
@@ -299,11 +290,8 @@ def manager(
         max_to_keep=max_to_keep,
         save_interval_steps=interval,
         best_mode=best_mode,
-        # If a save fails at once while its directory is created in the background, a
-        # thread keeps the process from ending for five minutes.
-        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        **options,
     )
-    settings |= options
     if best_metric is not None:
         worst = -math.inf if best_mode == "max" else math.inf
 

@@ -190,15 +190,13 @@ def _of_parts(saved: Arrays, target: Any) -> Arrays:
 
     For `(model,)`, whose only object is `0`, `1/step` is left out, and no other name.
     """
-
-    def is_asked(name: str) -> bool:
-        field = name.partition("/")[0]
-        if isinstance(target, dict):
-            return field in target
-        is_object = field.isdigit() and _trees.is_nnx(target)
-        return not is_object or int(field) < len(target)
-
-    return {name: x for name, x in saved.items() if is_asked(name)}
+    fields = {name: name.partition("/")[0] for name in saved}
+    if isinstance(target, dict):
+        return {n: x for n, x in saved.items() if fields[n] in target}
+    if not _trees.is_nnx(target):
+        return saved
+    others = {n for n, x in fields.items() if x.isdigit() and int(x) >= len(target)}
+    return {n: x for n, x in saved.items() if n not in others}
 
 
 def _as_in_target(saved: Arrays, wanted: Arrays) -> Arrays:

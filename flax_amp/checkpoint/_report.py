@@ -1,16 +1,10 @@
 """A report on every step of a directory: is it still what was saved?"""
 
 import argparse
-import contextlib
-import os
 from typing import Any, NamedTuple
 
 from flax_amp.checkpoint import _steps
-from flax_amp.checkpoint._damage import (
-    CorruptCheckpointError,
-    IncompleteError,
-    files_of,
-)
+from flax_amp.checkpoint._damage import CorruptCheckpointError, IncompleteError
 from flax_amp.checkpoint._directory import finish_saving
 
 
@@ -19,7 +13,6 @@ class StepReport(NamedTuple):
 
     Attributes:
       step: the number of the step.
-      size: the size of its files, in bytes.
       problem: what is damaged; the empty string if nothing is.
       has_checksums: whether there are checksums; those of plain Orbax have none.
       half_deleted: whether files are missing while a newer step is intact: its removal
@@ -27,7 +20,6 @@ class StepReport(NamedTuple):
     """
 
     step: int
-    size: int
     problem: str
     has_checksums: bool
     half_deleted: bool = False
@@ -63,37 +55,32 @@ def verify(manager: Any) -> list[StepReport]:
 
 def _report(step: _steps.Step) -> StepReport:
     """Returns the report of a step, `half_deleted` if any of its files are missing."""
-    size = 0
-    with contextlib.suppress(OSError):  # Another process may remove the step meanwhile.
-        paths = [x for x in files_of(step.folder) if not os.path.islink(x)]
-        size = sum(path.stat().length for path in paths)
-    report = StepReport(step.number, size, "", False)
     try:
         step.verify()
         step.read(step.tree(), {})
     except (CorruptCheckpointError, OSError, ValueError) as error:
         is_incomplete = isinstance(error, IncompleteError)
-        return report._replace(problem=str(error), half_deleted=is_incomplete)
-    return report._replace(has_checksums=step.has_checksums)
+        return StepReport(step.number, str(error), False, is_incomplete)
+    return StepReport(step.number, "", step.has_checksums)
 
 
 def add_checkpoint(commands: Any) -> None:
     """Adds the command `checkpoint` to the parsers of `python -m flax_amp`."""
-    command = commands.add_parser("checkpoint", help="list steps, sizes and integrity")
+    command = commands.add_parser("checkpoint", help="list steps and their integrity")
     command.add_argument("directory", help="a directory, or gs://bucket/folder")
     command.set_defaults(run=_checkpoint)
 
 
 def _checkpoint(args: argparse.Namespace) -> int:
     reports = verify(args.directory)
-    print(f"{'step':>8} {'MB':>10}  integrity")
+    print(f"{'step':>8}  integrity")
     for report in reports:
         state = "intact" if report.has_checksums else "readable, no checksums"
         if report.problem:
             state = f"DAMAGED: {report.problem}"
         if report.half_deleted:
             state = "half deleted, a newer step is intact"
-        print(f"{report.step:8} {report.size / 1e6:10.3f}  {state}")
+        print(f"{report.step:8}  {state}")
     if not reports:
         print(f"no steps in {args.directory}")
     return int(any(report.problem and not report.half_deleted for report in reports))

@@ -70,15 +70,11 @@ def save(
       >>> saved, restored.params["w"].tolist()
       (True, [1.0, 1.0])
     """
-    if not isinstance(manager, Manager):
+    if not isinstance(manager, Manager) or manager.read_only:
         raise TypeError(
-            f"checkpoint.save: the first argument is a {type(manager).__name__}; "
-            "expected a manager. Open one with checkpoint.manager(directory)."
-        )
-    if manager.read_only:
-        raise ValueError(
-            f"checkpoint.save: {manager.directory} was opened with read_only=True; "
-            "expected a manager that may write."
+            f"checkpoint.save: the first argument is a {type(manager).__name__}, or "
+            "has read_only=True; expected a manager that may write. Open one with "
+            "checkpoint.manager(directory)."
         )
     step = _step_of(state)
     if not manager.is_due(step, force):

@@ -1,9 +1,8 @@
 """A call of a function of optax as a pytree: arrays are leaves, all else is static."""
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NoReturn, Self
 
 import jax
@@ -15,12 +14,6 @@ from flax_amp import _tree
 from flax_amp._compat import with_weak_type
 
 PyTree = Any
-
-_NEEDS_A_NUMBER = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 class Static(dict[str, PyTree]):
@@ -123,20 +116,7 @@ class FactoryCall:
         declared = {n: x for n, x in given.items() if n in signature.parameters}
         var_keywords = {n: x for n, x in given.items() if n not in declared}
         call = inspect.BoundArguments(signature, declared)  # type: ignore[arg-type]
-        with self._explaining():
-            return self._factory(*call.args, **call.kwargs, **var_keywords)
-
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        try:
-            yield
-        except _NEEDS_A_NUMBER as error:
-            arrays = ", ".join(name for name in self._arrays if name in self._static)
-            raise TypeError(
-                f"{self._name}: optax needs a Python number, for a branch or a shape, "
-                f"and got an array. Arrays: {arrays or 'its inputs'}. Pass a number, "
-                "or name a learning rate otherwise with optim.wrap."
-            ) from error
+        return self._factory(*call.args, **call.kwargs, **var_keywords)
 
     # Its arguments by name, those of the calls inside included
 

@@ -1,17 +1,13 @@
 """For type checkers: the names of `flax_amp.optim`, which it has from optax 0.2.8."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from flax_amp.optim._optimizer import Optimizer, Schedule
 
 if TYPE_CHECKING:
-
-    def _optimizers() -> tuple[Callable[..., Optimizer], ...]:
-        raise NotImplementedError
-
-    def _schedules() -> tuple[Callable[..., Schedule], ...]:
-        raise NotImplementedError
+    _optimizers = cast(tuple[Callable[..., Optimizer], ...], ())
+    _schedules = cast(tuple[Callable[..., Schedule], ...], ())
 
     # fmt: off
     (
@@ -41,11 +37,11 @@ if TYPE_CHECKING:
         sign_sgd, signum, simplified_ademamix, sm3, snapshot, sophia,
         split_real_and_imaginary, stateless, stateless_with_tree_map, trace,
         with_extra_args_support, yogi, zero_nans,
-    ) = _optimizers()
+    ) = _optimizers
     (
         constant_schedule, cosine_decay_schedule, cosine_onecycle_schedule,
         exponential_decay, join_schedules, linear_onecycle_schedule, linear_schedule,
         piecewise_constant_schedule, piecewise_interpolate_schedule,
         polynomial_schedule, sgdr_schedule, warmup_constant_schedule,
         warmup_cosine_decay_schedule, warmup_exponential_decay_schedule,
-    ) = _schedules()
+    ) = _schedules

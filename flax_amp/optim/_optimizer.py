@@ -37,8 +37,7 @@ class Schedule(FactoryCall):
 
     def __call__(self, count: Any) -> jax.Array:
         """Returns the value at a count of updates, float32[]."""
-        with self._explaining():
-            return _tree.strong_copy(self.build()(count))
+        return _tree.strong_copy(self.build()(count))
 
 
 class Optimizer(FactoryCall):
@@ -76,8 +75,7 @@ class Optimizer(FactoryCall):
 
     def init(self, params: PyTree) -> Self:
         """Returns the optimizer with the state of a new run for these parameters."""
-        with self._explaining():
-            state = self.build().init(params)
+        state = self.build().init(params)
         # Arrays of its own: donating it must delete no array of the user.
         return jax.tree.map(_tree.strong_copy, self._with({"opt_state": state}))
 
@@ -93,9 +91,8 @@ class Optimizer(FactoryCall):
                 f"{self._name}.update: it has no state; call tx = tx.init(params) "
                 "first. Inside of optax.chain and the like, pass tx.to_optax()."
             )
-        with self._explaining():
-            tx = self.build()
-            updates, state = tx.update(grads, self.opt_state, params, **extra_args)
+        tx = self.build()
+        updates, state = tx.update(grads, self.opt_state, params, **extra_args)
         return updates, self._with({"opt_state": jax.tree.map(_strong, state)})
 
     def to_optax(

@@ -72,7 +72,8 @@ class _RoundingOptimizer:
     def init(self, params: PyTree) -> SmallState:
         """Returns the state of a new run."""
         state = self.inner.init(jax.tree.map(_tree.float32_if_bfloat16, params))
-        shapes = {path: x.shape for path, x in _leaves_by_path(params).items()}
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        shapes = {_names(keys): x.shape for keys, x in leaves if _tree.is_numeric(x)}
 
         def as_stored(keys: Any, leaf: Any) -> Any:
             is_half = self._is_stored_half(_names(keys), leaf, shapes)
@@ -277,8 +278,3 @@ def _is_bfloat16(leaf: Any) -> bool:
 def _names(keys: Any) -> tuple[str, ...]:
     """Returns the path of a leaf as plain names, which Linen and NNX share."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
-
-
-def _leaves_by_path(tree: PyTree) -> dict[tuple[str, ...], Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {_names(keys): leaf for keys, leaf in leaves if _tree.is_numeric(leaf)}

@@ -317,7 +317,7 @@ MESSAGES = [
     (lambda d: save(d, small()) or RESTORE(d, small(), step=7), r"\[0\]; .* step 7"),
     (lambda d: RESTORE(d, small(), step="3"), f"step='3'; {WHOLE} 0"),
     (lambda d: RESTORE(d, PARAMS), "target is a dict; expected an AmpTrainState"),
-    (lambda d: SAVE(str(d), small()), "first argument .* expected a manager"),
+    (lambda d: SAVE(str(d), small()), "first argument is a str, .*expected a man"),
     (saving(lambda s: {"step": 1}), "state is a dict; .*StandardSave"),
     (saving(lambda s: pair()[:1]), "expected an AmpTrainState, or NNX objects"),
     (at_step(jnp.float32(2)), rf"step is \[2.0\]; {WHOLE} 0"),

@@ -118,7 +118,7 @@ def test_neighbours_are_no_steps(steps, capsys):
     with checkpoint.manager(steps) as manager:
         assert list(manager.all_steps()) == [1, 2]
     for report in checkpoint.verify(steps):
-        assert report.has_checksums and report.size > 16 * 64 * 4
+        assert report.has_checksums
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

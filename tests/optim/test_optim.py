@@ -251,7 +251,6 @@ def jitted(tx):
 
 
 STATE = optim.adam(0.1).init
-NEEDS = "optax needs a Python number.*Arrays: "
 MESSAGES = [
     (lambda: optim.adam(0.1, beta=1), TypeError, "unexpected keyword argument 'beta'"),
     (lambda: optim.adam(0.1).update(GRADS), RuntimeError, r"tx = tx.init\(params"),
@@ -262,14 +261,9 @@ MESSAGES = [
     (lambda: optim.inject_hyperparams, AttributeError, "no 'inject_hyperparams'"),
     (lambda: optim.chain(optim.adam), AttributeError, "no attribute 'init'"),
     (
-        lambda: jax.jit(lambda m: optim.lbfgs(0.1, m))(3),
-        TypeError,
-        f"{NEEDS}learning_rate, memory_size",
-    ),
-    (
         lambda: jitted(optim.wrap(branching)(0.1, jnp.ones(())).init(PARAMS)),
-        TypeError,
-        f"branching: {NEEDS}learning_rate, cut",
+        jax.errors.TracerBoolConversionError,
+        "boolean conversion of traced array",
     ),
     (
         lambda: serialization.from_state_dict(STATE(PARAMS), {"rate": 1}),
@@ -325,9 +319,9 @@ def test_type_checkers_know_the_names():
     """Those of `_names.py`; another optax may have more, or fewer."""
     listed = ast.parse(Path(optim.__file__).with_name("_names.py").read_text())
     names = {
-        kind.value.func.id: {name.id for name in kind.targets[0].elts}
+        kind.value.id: {name.id for name in kind.targets[0].elts}
         for kind in ast.walk(listed)
-        if isinstance(kind, ast.Assign)
+        if isinstance(kind, ast.Assign) and isinstance(kind.value, ast.Name)
     }
     own = {"Optimizer", "Schedule", "schedule", "small_state", "wrap"}
     made = {name: optim._find(name)[1] for name in {*dir(optim)} - own}
