@@ -98,21 +98,16 @@ class Emitter:
 
     def _piece(self, piece: Piece, plan: Plan, run: "_Run") -> None:
         """Emits the equations of a piece under one `jax.checkpoint`."""
-        recompute = self.recompute and any(
-            # Linear equations alone leave nothing to compute again.
-            node.choice.role in HALF_ROLES or not has(node.eqn, Trait.LINEAR)
-            for node in piece.nodes
-        )
 
         def emit(*arrays: Array) -> list[Array]:
             known = dict(zip(piece.ins, arrays, strict=True))
-            inner = _Run(self, plan, recompute, known)
+            inner = _Run(self, plan, self.recompute, known)
             for node in piece.nodes:
                 inner.equation(node)
             return [inner.arrays[read] for read in piece.outs]
 
         function = emit
-        if recompute:
+        if self.recompute:
             function = jax.checkpoint(emit, policy=is_saved, prevent_cse=False)
         arrays = [run.arrays[read] for read in piece.ins]
         with _compat.source_line(piece.nodes[-1].eqn):

@@ -50,7 +50,9 @@ class ResultUses(NamedTuple):
 
     for_matmuls: Flags  # which ones a matmul reads later
     rounded: Flags  # which of them no arithmetic of their region reads before
-    # Which are results of the program or states of a loop, as they are or moved.
+    # Which are results of the program or states of a loop, as they are or moved. Others
+    # that arithmetic reads first may be rounded sums: the stream from a `checkpoint` of
+    # one layer to the next.
     for_results: Flags
 
 

@@ -38,7 +38,6 @@ class Trait(enum.Flag):
     NONE = 0
     # Its result is stored for the backward pass: to compute it again takes long.
     STORED = enum.auto()
-    LINEAR = enum.auto()  # its derivative reads nothing
     # A small relative error of the operand makes a large one of the result. The
     # derivative of a maximum is not even continuous.
     ILL_CONDITIONED = enum.auto()
@@ -65,7 +64,6 @@ def _table(rows: dict[str, Traits]) -> dict[str, Traits]:
     return table
 
 
-_LAYOUT = Trait.LAYOUT | Trait.LINEAR
 _ILL = Trait.ILL_CONDITIONED
 
 TRAITS = _table(
@@ -80,14 +78,12 @@ TRAITS = _table(
         concatenate pad stack copy stop_gradient pvary name sharding_constraint
         layout_constraint relayout reshard xla_metadata_value optimization_barrier
         device_put preduced reduced_vary_cast reduced_vary_cast_p""": Traits(
-            Kind.MOVE, _LAYOUT
+            Kind.MOVE, Trait.LAYOUT
         ),
         # Traffic between devices is not repeated in the backward pass.
         """all_gather all_gather_invariant all_gather_reduced all_to_all
-        ragged_all_to_all ppermute pbroadcast pbroadcast_dynamic""": Traits(
-            Kind.MOVE, Trait.STORED | Trait.LINEAR
-        ),
-        "pmax pmin unreduced_pmax unreduced_pmin": Traits(Kind.MOVE, Trait.STORED),
+        ragged_all_to_all ppermute pbroadcast pbroadcast_dynamic pmax pmin
+        unreduced_pmax unreduced_pmin""": Traits(Kind.MOVE, Trait.STORED),
         """gather scatter dynamic_slice dynamic_update_slice select_n neg abs sign
         is_finite""": Traits(Kind.MOVE),
         "eq ne lt le gt ge eq_to lt_to le_to max min clamp": Traits(
@@ -101,10 +97,10 @@ TRAITS = _table(
             Kind.MOVE, Trait.STORED | Trait.RANKS
         ),
         # Arithmetic.
-        "add sub add_any": Traits(Kind.ARITHMETIC, Trait.LINEAR),
-        """mul div rem floor ceil round one_minus_square square integer_pow sqrt rsqrt
-        cbrt sin cos atan atan2 erf erfc tanh logistic log log1p log2 asin acos asinh
-        acosh atanh erf_inv polynomial pow tan""": Traits(Kind.ARITHMETIC),
+        """add sub add_any mul div rem floor ceil round one_minus_square square
+        integer_pow sqrt rsqrt cbrt sin cos atan atan2 erf erfc tanh logistic log log1p
+        log2 asin acos asinh acosh atanh erf_inv polynomial pow
+        tan""": Traits(Kind.ARITHMETIC),
         "exp exp2 expm1 sinh cosh": Traits(Kind.ARITHMETIC, _ILL),
         # Series and continued fractions: hundreds of operations for each element.
         """lgamma digamma polygamma zeta igamma igammac igamma_grad_a bessel_i0e
@@ -132,15 +128,11 @@ TRAITS = _table(
         "custom_linear_solve": Traits(Kind.STRUCTURED, body="jaxprs"),
         # Primitives of this package, in a program that `amp` has rewritten before.
         "flax_amp_fp8_dot": Traits(Kind.OTHER, Trait.STORED),
-        "flax_amp_spread flax_amp_collect flax_amp_stored": Traits(
-            Kind.ARITHMETIC, Trait.LINEAR
-        ),
+        "flax_amp_spread flax_amp_collect flax_amp_stored": Traits(Kind.ARITHMETIC),
         # What runs as it was written, and belongs to the arithmetic around it.
-        "convert_element_type reduce_precision real imag": Traits(
-            Kind.ARITHMETIC, Trait.LINEAR
-        ),
-        """bitcast_convert_type iota not and or xor shift_left shift_right_logical
-        shift_right_arithmetic reduce_and reduce_or""": Traits(Kind.ARITHMETIC),
+        """convert_element_type reduce_precision real imag bitcast_convert_type iota not
+        and or xor shift_left shift_right_logical shift_right_arithmetic reduce_and
+        reduce_or""": Traits(Kind.ARITHMETIC),
     }
 )
 _UNKNOWN = Traits(Kind.OTHER, Trait.STORED)

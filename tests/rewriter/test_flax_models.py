@@ -101,19 +101,20 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Blocks over embedded tokens, in a list or scanned and rematerialized."""
+    """Blocks over embedded tokens: in a list, rematerialized, or scanned as well."""
 
-    is_scanned: bool
+    kind: str
 
     @nn.compact
     def __call__(self, tokens):
-        embed, block = nn.Embed(CLASSES, WIDTH), nn.remat(Block, prevent_cse=False)
+        embed, remat = nn.Embed(CLASSES, WIDTH), nn.remat(Block, prevent_cse=False)
         x = nn.Dense(WIDTH)(embed(tokens))
-        if self.is_scanned:
+        if self.kind == "scanned":
             own = dict(variable_axes={"params": 0}, split_rngs={"params": True})
-            x, _ = nn.scan(block, length=2, **own)()(x, None)
+            x, _ = nn.scan(remat, length=2, **own)()(x, None)
         else:
-            x, _ = Block()(Block()(x)[0])
+            block = Block if self.kind == "plain" else remat
+            x, _ = block()(block()(x)[0])
         return embed.attend(nn.LayerNorm()(x))
 
 
@@ -123,9 +124,9 @@ def cross_entropy(logits):
 
 
 @both_halves
-@pytest.mark.parametrize("is_scanned, streams", [(False, 4), (True, 2)])
-def test_the_stream_of_a_model_is_half(is_scanned, streams, dtype):
-    model = Gpt(is_scanned)
+@pytest.mark.parametrize("kind, streams", [("plain", 4), ("remat", 4), ("scanned", 2)])
+def test_the_stream_of_a_model_is_half(kind, streams, dtype):
+    model = Gpt(kind)
     loss = lambda params, x: cross_entropy(model.apply(params, x))  # noqa: E731
     args = params_of(model, TOKENS), TOKENS
     assert_only_matmuls_in_half(loss, *args, dtype=dtype)
