@@ -32,7 +32,7 @@ from jax.extend.core import Literal, Var
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr
-from flax_amp._rewriter.roles import untraceable
+from flax_amp._rewriter.roles import why_as_written
 
 # A larger call is not opened: calls of calls would be copied again and again.
 _LARGEST = 64
@@ -119,7 +119,7 @@ def _with_captures(eqn: Eqn, made: set[Var]) -> Eqn:
     They come first, and the parameter `captured` says whose tracers they are.
     """
     is_custom = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
-    if not is_custom or untraceable(eqn):
+    if not is_custom or why_as_written(eqn):
         return eqn
     found = _captured_by(eqn, made)
     if found is None:

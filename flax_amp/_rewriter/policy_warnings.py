@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax_amp import _compat
 from flax_amp._compat import Jaxpr
 from flax_amp._rewriter.primitives import Kind, Visit, is_matmul, walk
-from flax_amp._rewriter.roles import Chooser, Context, untraceable
+from flax_amp._rewriter.roles import Chooser, Context, why_as_written
 from flax_amp._scope_paths import paths
 from flax_amp.policy import Origin, Policy
 
@@ -92,7 +92,7 @@ def _why_kept(choose: Chooser, matmul: Visit) -> str:
     dtypes = [v.aval.dtype for v in eqn.invars[:2]]
     if any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes):
         return ""
-    if reasons := list(filter(None, map(untraceable, around))):
+    if reasons := list(filter(None, map(why_as_written, around))):
         return reasons[0]
     # A loop or a call may be left untouched as a whole.
     by_key = (choose.policy.decide(e.primitive, ()) for e in around)

@@ -68,7 +68,7 @@ class Chooser:
                 "the precision of what is inside, use the primitives inside or a scope "
                 "as keys."
             )
-        if reason := untraceable(eqn):
+        if reason := why_as_written(eqn):
             return Choice(Kind.ORIGINAL, reason, decision)
         if decision.is_chosen and eqn.primitive.name == "jit" and _draws(eqn):
             # Rounded, a uniform number just below 1 is 1, and log(1 - u) infinite.
@@ -144,10 +144,10 @@ def _draws(eqn: Eqn) -> bool:
     return draws and not any(kind_of(name) is Kind.MATMUL for name in names)
 
 
-def untraceable(eqn: Eqn) -> str:
-    """Says why the rule of an equation cannot be traced by itself, if it cannot.
+def why_as_written(eqn: Eqn) -> str:
+    """Says why an equation with bodies runs as it is written, if it has to.
 
-    Such an equation runs as it is written.
+    Its rule cannot be traced by itself, say.
     """
     name, params = eqn.primitive.name, eqn.params
     if name in ("custom_vmap_call", "linear_call", "custom_linear_solve"):

@@ -138,7 +138,7 @@ def _read(source: Any, step: Any) -> tuple[str, dict[Path, Any]]:
     def read_step(step: _steps.Step) -> tuple[str, dict[Path, Any]]:
         return str(step), _trees.numpy_leaves(step.read(step.tree(), {}))
 
-    return _steps.newest_intact(folder, read_step, step, stacklevel=3)
+    return _steps.read_newest_intact(folder, read_step, step, stacklevel=3)
 
 
 # Names

@@ -158,7 +158,7 @@ def restore(manager: Any, target: T, *, step: Any = None) -> T:
         ]
         return arrays, remarks
 
-    values, remarks = _steps.newest_intact(directory, read, step, stacklevel=2)
+    values, remarks = _steps.read_newest_intact(directory, read, step, stacklevel=2)
     for remark in remarks:
         told = f"checkpoint.restore: {directory}: {remark}"
         warnings.warn(told, CheckpointWarning, stacklevel=2)

@@ -145,12 +145,13 @@ def steps_in(directory: epath.Path) -> list[Step]:
     return sorted(Step(x.step, x.path) for x in found if x.path.is_dir())
 
 
-def newest_intact(
+def read_newest_intact(
     directory: epath.Path, read: Callable[[Step], T], wanted: Any, stacklevel: int
 ) -> T:
     """Returns what `read` makes of the newest step that is not damaged, or of `wanted`.
 
-    All processes must succeed. A warning names the damaged steps.
+    All processes must succeed. A warning names the damaged steps. The step that was
+    read is added to `restored`.
     """
     seen = f"checkpoint: step={wanted!r}"
     number = None if wanted is None else check_count(wanted, seen, "of a step", 0)
