@@ -72,12 +72,15 @@ def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None
 def warn_of_fp8(policy: Policy, reasons: Counter[str]) -> None:
     """Warns with the reasons if fp8 is asked for, and no matmul runs in it, as ""."""
     if policy.fp8_recipes and "" not in reasons:
+        emulates = any(recipe.emulate for recipe in policy.fp8_recipes)
+        options = "(emulate=True)" if emulates else ""
         _warn(
             "amp: no matmul of this program runs in fp8: "
             f"{_most_common(reasons) or 'it has none that could'}. Expected one by a "
             "weight, an argument of the function, that is large enough (docs/fp8.md). "
             "Leave out fp8, or name the layers that run in it whatever their size, as "
-            'in flax_amp.default_amp_policy | {"*/mlp/*": flax_amp.use_fp8}.'
+            'in flax_amp.default_amp_policy | {"*/mlp/*": flax_amp.use_fp8'
+            f"{options}}}."
         )
 
 

@@ -190,16 +190,23 @@ class AmpOptimizer(nnx.Optimizer):
         scaler: Mapping[str, Any] | None = None,
     ):
         """Makes the optimizer of a new run; see `AmpTrainState.create`."""
-        self.precision = long_word(precision, "AmpOptimizer: precision")
+        self.precision = precision
         making, updating = skipping(tx, nnx.as_pure(nnx.state(model, wrt)))
         super().__init__(model, making, wrt=wrt)
         self.tx = updating
-        given = first_scaler(self.precision) if scaler is None else scaler
-        given = check_scaler(given, "AmpOptimizer: scaler", wait=True)
-        self.scaler = nnx.data({key: OptState(x) for key, x in given.items()})
+        self.scaler = first_scaler(self.precision) if scaler is None else scaler
         # The `init` of an optimizer may return the parameters themselves, and one
         # buffer must not be donated twice.
         nnx.update(self, jax.tree.map(_tree.strong_copy, nnx.state(self)))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; a scaler such as `init_scaler()` becomes Variables."""
+        if name == "scaler":
+            given = check_scaler(pure(value), "AmpOptimizer: scaler", wait=True)
+            value = nnx.data({key: OptState(x) for key, x in given.items()})
+        if name == "precision":
+            value = long_word(value, "AmpOptimizer: precision")
+        super().__setattr__(name, value)
 
     @property
     def hyperparams(self) -> dict[str, Array]:

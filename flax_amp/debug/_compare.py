@@ -15,7 +15,7 @@ import numpy as np
 
 from flax_amp import _tree
 from flax_amp._compat import Array
-from flax_amp._training.arguments import check_count
+from flax_amp._training.arguments import check_count, first_of
 from flax_amp._training.scaler import HIGHEST
 from flax_amp.debug._call import Call, tool
 from flax_amp.debug._report import Block, Report, percent, plural, remedy_text, table
@@ -294,12 +294,15 @@ class _Comparing:
         # There may be another fault, which none of them has.
         enough = max(self._enough, 2 * best)
         if enough >= self._error / 2:
-            self._notes.append("neither modules nor lines in float32 are enough")
+            self._notes.append(
+                "nothing less than the whole program in float32 is enough"
+            )
             return
         found = fewest(parts, lambda x: in_float32(*x).gradient_error <= enough)
         if len(found) > most:
+            names = first_of([part.line or part.path for part in found])
             many = f"more than {plural(most, 'module')} would have to be in float32"
-            self._notes.append(f"{many}: the error is spread over the program")
+            self._notes.append(f"{many}: {names}")
             return
         yield from map(in_float32, found)
         if len(found) > 1:

@@ -273,7 +273,8 @@ def _modules(
 ) -> Iterator[tuple[tuple[str, ...], Sequence[Equation]]]:
     """Yields modules by their paths without numbers of layers, and the rows in each.
 
-    Twelve layers are one, `GPT/Block_*`. A module comes before those in it.
+    Twelve layers are one, `GPT/Block_*`, but those with matmuls in half precision, in
+    float32 and in both are apart. A module comes before those in it.
     """
     yield path, rows
     parts: dict[tuple[str, ...], list[Equation]] = defaultdict(list)
@@ -282,7 +283,14 @@ def _modules(
         if len(names) > len(path):
             parts[names[: len(path) + 1]].append(row)
     for part, inside in parts.items():
-        yield from _modules(inside, part)
+        copies: dict[tuple[str, ...], list[Equation]] = defaultdict(list)
+        for row in inside:
+            copies[tuple(row.path.split("/")[: len(part)])].append(row)
+        alike: dict[frozenset[bool], list[Equation]] = defaultdict(list)
+        for copy in copies.values():
+            alike[frozenset(row.is_low for row in copy if row.flops)] += copy
+        for inside in alike.values():
+            yield from _modules(inside, part)
 
 
 def _tree(found: Explanation) -> Table:

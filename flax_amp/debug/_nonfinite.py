@@ -22,6 +22,7 @@ from flax_amp.policy import Policy, default_amp_policy
 Verdict = Literal["nothing", "inputs", "scale", "precision", "mathematics"]
 
 _MAX_EXAMPLES = 64  # the most that are listed
+_MAX_AT_FAULT = 8  # parts that are at fault one after the other
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -213,7 +214,7 @@ class _Diagnosis:
         return self._make("mathematics", _advice(fault), fault)
 
     def _was_skipped(self) -> bool:
-        """Whether the scale has fallen, because the last step was skipped."""
+        """Whether the last step was skipped, so that its scale may have fallen."""
         optimizer = getattr(self._asked.holder, "opt_state", None)
         flags = tree_get_all_with_path(optimizer, "last_finite")
         is_scaled = self._is_own and self._scale != 1
@@ -250,14 +251,15 @@ class _Diagnosis:
         """Looks for a few parts of the program that are enough in float32."""
         asked, trials = self._asked, self._trials
         found = self._parts_at_fault(fault)
+        wider = [_RANGE] * (asked.dtype == jnp.float16)
         if not found:
             own = _OWN_KEYS if asked.has_own_policy else ""
-            return self._make("precision", _NO_POLICY + own, fault)
+            return self._make("precision", "\n".join((_NO_POLICY + own, *wider)), fault)
         is_finite = trials.run(asked.entries, self._scale, found).is_finite
         keys, lines = keys_of(found), lines_of(found)
         text = remedy_text(keys, lines, asked.has_own_policy)
         return self._make(
-            *("precision", "\n".join((_TRIED, *text)), fault),
+            *("precision", "\n".join((_TRIED, *text, *wider)), fault),
             policy=dict.fromkeys(keys, "float32"),
             lines=lines,
             notes=() if is_finite else (_SCALE_LEFT,),
@@ -271,14 +273,25 @@ class _Diagnosis:
             return self._trials.run(self._asked.entries, 1.0, parts).is_finite
 
         every = self._trials.parts(self._asked.entries)
-        finding = fault.finding
-        path, line = (finding.path, finding.source) if finding else ("", "")
-        own = [part for part in (Part(path), Part(path, line)) if part in every]
+        path = fault.finding.path if fault.finding else ""
         # The fault may be the victim of another part, or only the root is enough.
-        for parts in (own[:1], every, [Part(path)] if path else []):
+        for parts in (self._one_by_one(fault, every), every, [Part(path)][: len(path)]):
             if parts and is_enough(parts):
                 return fewest(parts, is_enough)
         return []
+
+    def _one_by_one(self, fault: Cause | None, every: Sequence[Part]) -> list[Part]:
+        """Returns the part at fault, the one that is at fault without it, and so on."""
+        parts: list[Part] = []
+        while fault and fault.finding and len(parts) < _MAX_AT_FAULT:
+            path, line = fault.finding.path, fault.finding.source
+            own = [x for x in (Part(path), Part(path, line)) if x in every]
+            if not own or own[0] in parts:
+                break
+            parts.append(own[0])
+            choose = self._trials.chooser(self._asked.entries, parts)
+            fault = self._run(self._programs(choose), 1.0)
+        return parts
 
 
 # --- what to do ----------------------------------------------------------------------
@@ -289,8 +302,8 @@ _LIMITED = (
     "applied: look at it unless it is a mask"
 )
 _SKIPPED = (
-    "the last step was skipped, and the scale has fallen since: scale={:g} is that of "
-    "the skipped step, if its scaler halves it"
+    "the last step was skipped: if its loss was finite, the scale has fallen since, "
+    "and scale={:g} is that of the skipped step"
 )
 _WRITTEN = (
     "It was not finite before this step: restore an earlier checkpoint, and look for "
@@ -301,6 +314,7 @@ _SCALE = (
     "is to be done, if a scaler lowers it."
 )
 _TRIED = "In float32 it is finite. This was tried and fixes it:"
+_RANGE = "Or take precision='bf16-mixed', which has the range of float32."
 _SCALE_LEFT = "with this only the scale is too large, which the scaler lowers"
 _NO_POLICY = (
     "In float32 it is finite, and no part of it in float32 is enough. Lower its inputs "

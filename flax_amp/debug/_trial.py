@@ -89,15 +89,17 @@ class Trials:
         parts -= {Part(path) for path in whole}
         return sorted(parts, key=lambda part: (part.path.count("/"), part))
 
+    def chooser(self, entries: PolicyEntries, parts: Collection[Part]) -> Chooser:
+        """Returns what follows a policy, and leaves parts of the program in float32."""
+        policy = Policy({**entries, **dict.fromkeys(keys_of(parts), jnp.float32)})
+        return _LineChooser(policy, self._call.asked.dtype, frozenset(parts))
+
     def _in_half(
         self, entries: PolicyEntries, parts: Collection[Part], recorder: Recorder
     ) -> Loss:
-        """Returns the program in half precision, with parts of it in float32."""
-        asked = self._call.asked
-        policy = Policy({**entries, **dict.fromkeys(keys_of(parts), jnp.float32)})
-        choose = _LineChooser(policy, asked.dtype, frozenset(parts))
-        traced = self.traced._replace(choose=choose)
-        return lambda arrays: traced.emit(arrays, asked.recompute, recorder)
+        traced = self.traced._replace(choose=self.chooser(entries, parts))
+        recompute = self._call.asked.recompute
+        return lambda arrays: traced.emit(arrays, recompute, recorder)
 
     def _trial(self, run: Loss, scale: float, recorder: Recorder) -> Trial:
         def loss(arrays: Sequence[Array]) -> Any:

@@ -109,6 +109,20 @@ def test_the_report_folds_equal_layers(found):
     assert text.index("float32 matmul x1") < text.index("    Block_*")
 
 
+def test_a_layer_in_float32_stands_apart():
+    def loss(w, x):
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x = x @ w
+        return x.sum()
+
+    policy = flax_amp.default_amp_policy | {"layer_1": jnp.float32}
+    text = str(explain(loss, amp_policy=policy)(jnp.ones((4, 4)), jnp.ones((4, 4))))
+    rows = [x.split() for x in text.splitlines() if x.startswith("  layer")]
+    assert rows[0] == ["layer_*", "x2", "256", "100", "%"]
+    assert rows[1][:4] == ["layer_1", "128", "0", "%"]
+
+
 def test_parts_of_the_report(found):
     short = found.report(only="problems")
     assert "  Model" not in short and "1 problem" in short and short in str(found)

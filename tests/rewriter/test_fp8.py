@@ -413,6 +413,9 @@ def test_a_program_without_matmuls_in_fp8_warns():
     )
     with pytest.warns(PolicyWarning, match=re.escape(message)):
         jax.eval_shape(amp(mlp, matmul_dtype=FP8), W, X)
+    emulated = r'"\*/mlp/\*": flax_amp.use_fp8\(emulate=True\)}'
+    with pytest.warns(PolicyWarning, match=emulated):
+        jax.eval_shape(amp(mlp, matmul_dtype=use_fp8(emulate=True)), W, X)
     with pytest.warns(PolicyWarning, match="it has none that could. Expected one by a"):
         jax.eval_shape(amp(jnp.sin, matmul_dtype=FP8), X)
     jax.eval_shape(jax.grad(lambda w: fp8(mlp)(w, X).sum()), W)

@@ -193,6 +193,21 @@ def test_no_step_waits_for_the_device(donate):
     assert kernel.is_deleted() == donate
 
 
+def test_a_running_optimizer_takes_another_precision_and_scaler():
+    model, opt = objects()
+    step = make_nnx_train_step(nnx_loss, has_aux=True)
+    step(model, opt, make_batch())
+    opt.precision, opt.scaler = "fp16", init_scaler(scaler=16)
+    assert step(model, opt, make_batch())["scaler"] == 16
+    # All of it is saved as that of a new one.
+    assert_same_avals(nnx.state(opt), nnx.state(objects(precision="16-mixed")[1]))
+    with pytest.raises(ValueError, match="scaler has the keys .* expected a dict of"):
+        opt.scaler = {"scaler": 2.0}
+    with pytest.raises(ValueError, match="precision is 'half'; expected one of"):
+        opt.precision = "half"
+    assert step(model, opt, make_batch())["grads_finite"]
+
+
 def test_the_optimizer_says_what_trains():
     def last(path, _):
         return "last" in path
