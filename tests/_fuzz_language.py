@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from _programs import attention
+from _programs import attention, norm
 from flax_amp import amp_stop
 
 SIZE = 4
@@ -95,11 +95,6 @@ def arguments(seed=0):
 
 
 # --- operations ----------------------------------------------------------------------
-
-
-def norm(x):
-    mean = x.mean(-1, keepdims=True)
-    return (x - mean) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-3)
 
 
 def conv(w, x):
@@ -256,10 +251,6 @@ def _grad(body, s, x, n):
     return x - 0.1 * jax.grad(lambda x: jnp.sum(jnp.tanh(body(s.params, x))))(x)
 
 
-def _stop(body, s, x, n):
-    return amp_stop(body)(s.params, x)
-
-
 def _calls(wrap):
     return lambda body, s, x, n: wrap(body)(s.params, x)
 
@@ -280,5 +271,5 @@ AROUND = {
     "custom_vjp_closed": _custom_vjp_closed,
     "vmap": _vmap,
     "grad": _grad,
-    "stop": _stop,
+    "stop": _calls(amp_stop),
 }

@@ -99,6 +99,15 @@ def in_scan(fn):
     )
 
 
+def in_while(fn):
+    def run(*args):
+        zeros = jnp.zeros(jax.eval_shape(fn, *args).shape)
+        step = lambda c: (c[0] + 1, fn(*args))  # noqa: E731
+        return lax.while_loop(lambda c: c[0] < 2, step, (0, zeros))[1]
+
+    return run
+
+
 ROWS_OVER_DEVICES = P("data")
 
 

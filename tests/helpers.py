@@ -67,24 +67,13 @@ TOLERANCE = {
 }
 
 
-def equations(jaxpr: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Yields `(path, equation)` of a jaxpr and of every jaxpr inside it.
-
-    `path` names the structured primitives around the equation, outermost first.
-    """
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield path, eqn
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from equations(inner, (*path, eqn.primitive.name))
-
-
-def scoped_equations(jaxpr: Any, outer: tuple[str, ...] = ()) -> Iterator[Any]:
-    """Yields `(scopes, equation)`, with the scopes of the equations around it."""
+def equations(jaxpr: Any, outer: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Yields `(scopes, equation)` of a jaxpr and of every jaxpr inside it."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         scopes = outer + _compat.scope_names(eqn)
         yield scopes, eqn
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from scoped_equations(inner, scopes)
+            yield from equations(inner, scopes)
 
 
 def equations_of(

@@ -129,7 +129,6 @@ def check(page, name):
     ids=lambda path: path.stem,
 )
 def test_recipe(path, tmp_path, monkeypatch):
-    """Both programs end in the same losses."""
     monkeypatch.chdir(tmp_path)  # one saves to "run"
     if missing := check(path.read_text(), path.name):
         pytest.skip(f"the program before needs {', '.join(missing)}")

@@ -31,7 +31,6 @@ from flax_amp._rewriter.primitives import (
     has,
     inside,
     is_float32,
-    is_relu,
     kind_of,
 )
 from flax_amp._rewriter.roles import Choice, Chooser, Context
@@ -212,7 +211,9 @@ class Flows:
             for_matmuls.update(flagged(invars, to_matmuls))
             own = (v for v in flagged(invars, read) if region[v] == level)
             read_inside.update(own)
-            passes = _is_move(node) or is_relu(node.eqn)
+            # A body without a matmul may move it, or be a `relu`.
+            role, in_region = node.choice.role, node.in_region
+            passes = in_region and role in (Kind.MOVE, Kind.STRUCTURED)
             if passes and not for_results.isdisjoint(node.eqn.outvars):
                 for_results.update(v for v in variables(invars) if region[v] == level)
         return Flow(program, nodes[::-1], for_matmuls, read_inside, for_results)

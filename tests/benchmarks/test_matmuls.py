@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import flax_amp
-from _programs import PROGRAMS, WITHIN, loss_of
+from _programs import PROGRAMS, WITHIN, in_while, loss_of
 from _programs import W as WEIGHT
 from _programs import X as DATA
 from benchmarks.matmuls import cast_matmuls, count_cast, exact_matmuls
@@ -67,15 +67,6 @@ def test_what_is_not_cast(name):
     assert count_cast(jax.make_jaxpr(fn)(WEIGHT, DATA)) == 0
     assert "bf16" not in str(jax.make_jaxpr(cast)(WEIGHT, DATA))
     assert_identical(jit(cast)(WEIGHT, DATA), jit(jax.grad(fn))(WEIGHT, DATA))
-
-
-def in_while(fn):
-    def body(carry):
-        return carry[0] + 1, fn(*carry[2:]), *carry[2:]
-
-    return lambda w, x: lax.while_loop(
-        lambda carry: carry[0] < 1, body, (0, fn(w, x), w, x)
-    )[1]
 
 
 AROUND = WITHIN | {"while": in_while}

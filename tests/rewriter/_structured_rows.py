@@ -138,10 +138,6 @@ def of_one(fn):
 # --- opaque: effects and memory ------------------------------------------------------
 
 
-def struct(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
 def with_ref(use):
     def fn(x):
         ref = jax.new_ref(x)
@@ -151,19 +147,11 @@ def with_ref(use):
     return fn
 
 
-def swap(ref):
-    ref[0] = ref[1] * 2
-
-
-def add(ref):
-    jax.ref.addupdate(ref, 0, ref[1])
-
-
 rows(
     OPAQUE,
     # What is outside of the program sees float32.
     pure_callback=(
-        lambda x: jax.pure_callback(np.sin, struct(x), x, vmap_method="sequential"),
+        lambda x: jax.pure_callback(np.sin, x, x, vmap_method="sequential"),
         A,
     ),
     debug_callback=(lambda x: jax.debug.callback(lambda x: None, x), A),
@@ -171,8 +159,8 @@ rows(
     new_ref=(with_ref(lambda ref: None), A),
     freeze=(with_ref(lambda ref: ref[0]), A),
     get=(with_ref(lambda ref: ref[0]), A),
-    swap=(with_ref(swap), A),
-    addupdate=(with_ref(add), A),
+    swap=(with_ref(lambda ref: jax.ref.swap(ref, 0, ref[1] * 2)), A),
+    addupdate=(with_ref(lambda ref: jax.ref.addupdate(ref, 0, ref[1])), A),
 )
 
 # --- devices -------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from flax_amp import (
     amp,
     amp_stop,
     default_amp_policy,
+    explain,
     make_eval_step,
     make_train_step,
     use_fp8,
@@ -28,13 +29,10 @@ from flax_amp._rewriter.fp8 import (
     BACKWARD,
     FORWARD,
     fp8_dot_p,
-    fp8_matmul,
     has_fp8,
     quantize,
     scale_exponent,
 )
-from flax_amp._rewriter.transform import rewrite
-from flax_amp.policy import Decision, Origin, Policy, with_matmul_dtype
 from helpers import (
     MATMULS,
     assert_close,
@@ -155,7 +153,6 @@ def test_a_matmul_is_that_of_the_rounded_factors(name):
 @matmuls
 @pytest.mark.parametrize("mapped", [(0, None), (None, 0), (1, 0)], ids=str)
 def test_batching(name, mapped):
-    """A matmul of two mapped factors is that of each pair."""
     bind, factors, _ = bound(name)
     stacked = [
         x if axis is None else jnp.stack([x, 2 * x, -x], axis)
@@ -287,9 +284,6 @@ SIZES = {
     (16384, 1024, 4096): True,
     (16384, 768, 3072): False,
 }
-BY_KEY, BY_SCOPE = (
-    Decision(FP8, origin, "") for origin in (Origin.PRIMITIVE, Origin.SCOPE)
-)
 
 
 def struct(*shape):
@@ -300,18 +294,19 @@ def struct(*shape):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_small_matmuls_stay_in_half_precision(sizes, weight_first):
     m, k, n = sizes
-    x, w = struct(m, k), struct(k, n)
-    args, axes = ((w, x), (0, 1)) if weight_first else ((x, w), (1, 0))
-    dot = functools.partial(lax.dot_general, dimension_numbers=(axes, ((), ())))
-    (eqn,) = equations_of(dot, *args, primitive=MATMULS)
-    is_weight, is_computed = [y is w for y in args], [y is x for y in args]
-    decide = functools.partial(fp8_matmul, eqn, is_weight, is_computed)
-    fits = FP8, args.index(w)
-    assert decide(True, BY_KEY) == (
-        fits if SIZES[sizes] else "too small, {} by {}".format(*(x.shape for x in args))
-    )
-    assert decide(True, BY_SCOPE) == decide(False, BY_SCOPE) == fits
-    assert decide(False, BY_KEY) == "no matmul in half precision behind it"
+
+    def fn(w, x):
+        x = jnp.tanh(x @ jnp.ones((k, k)))
+        with jax.named_scope("middle"):
+            y = w.T @ x.T if weight_first else x @ w
+        return jnp.tanh(y) @ y.T
+
+    args = struct(k, n), struct(m, k)
+    small = f"too small, ({n}, {k}) by" if weight_first else f"too small, ({m}, {k}) by"
+    (_, found, _) = reasons(fn, *args, matmul_dtype=FP8)
+    assert found.startswith("in fp8" if SIZES[sizes] else f"not in fp8: {small}")
+    (_, found, _) = reasons(fn, *args, amp_policy=default_amp_policy | {"middle": FP8})
+    assert found.startswith("in fp8")
 
 
 def test_a_symbolic_size_is_not_known_to_pay():
@@ -347,17 +342,10 @@ ROWS = {  # name: (function, how many in fp8, why not the others, in order)
 }  # fmt: skip
 
 
-def reasons(fn, *args, policy):
+def reasons(fn, *args, **options):
     """Returns why each matmul runs as it does."""
-    found = []
-
-    def record(eqn, place, operands, results, why):
-        if eqn.primitive.name in MATMULS:
-            found.append(why.reason)
-
-    half = jnp.dtype(jnp.bfloat16)
-    jax.make_jaxpr(rewrite(fn, Policy(policy), half, record=record))(*args)
-    return found
+    found = explain(fn, backward=False, **options)(*args)
+    return [row.reason for row in found.equations if row.primitive in MATMULS]
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -365,7 +353,7 @@ def test_matmuls(name):
     fn, in_fp8, expected = ROWS[name]
     args = struct(3, 4096, 4096), struct(16384, 4096)
     assert count(amp(fn, matmul_dtype=FP8), *args)[0] == in_fp8
-    found = reasons(fn, *args, policy=with_matmul_dtype(None, FP8))
+    found = reasons(fn, *args, matmul_dtype=FP8)
     others = [reason for reason in found if not reason.startswith("in fp8")]
     assert len(others) == len(expected)
     assert all(map(str.startswith, others, expected)), others
@@ -381,7 +369,7 @@ def test_arrays_with_explicit_shardings_stay_in_half_precision():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         args, policy = (W, jax.device_put(X, P("data"))), {"middle": FP8}
-        found = reasons(mlp, *args, policy=default_amp_policy | policy)
+        found = reasons(mlp, *args, amp_policy=default_amp_policy | policy)
     assert "not in fp8: its sharding is explicit" in found
 
 

@@ -67,20 +67,17 @@ CALLS = {
 }
 
 
-def place_of(call):
-    """A step calls the loss from a function with its name."""
-    return "" if "step" in call else f"{__file__}:"
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_a_decision_on_a_traced_value(call):
     run, parameter = CALLS[call]
+    # A step calls the loss from a function with its name.
+    place = "" if "step" in call else f"{__file__}:"
     error = jax.errors.ConcretizationTypeError | jax.errors.TracerIntegerConversionError
     for loss, name in (*LOSSES, (on_weight, parameter)):
         with pytest.raises(error.__args__) as caught:
             run(loss)
         message = str(caught.value)
-        assert f"function {loss.__name__} at {place_of(call)}" in message
+        assert f"function {loss.__name__} at {place}" in message
         # Of a parameter, plain JAX does not know it everywhere.
         assert f"the argument {name}" in message or "argument" not in message
         assert "argument" in message or loss is on_weight
@@ -147,12 +144,6 @@ CASES = {
 }
 
 
-def error_of(run):
-    with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
-        jax.block_until_ready(run(W, X))
-    return caught.value
-
-
 def last_line(error):
     """The last line of this file in the traceback of an error, without its causes."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -168,7 +159,9 @@ def last_line(error):
 @pytest.mark.parametrize("fn, line", CASES.values(), ids=CASES)
 def test_a_nan_names_the_line_that_makes_it(fn, line, jit, lower):
     lowered = lower(lambda w, x: jnp.sum(fn(w, x)))
-    assert line in last_line(error_of(jit(jax.value_and_grad(lowered))))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
+        jax.block_until_ready(jit(jax.value_and_grad(lowered))(W, X))
+    assert line in last_line(caught.value)
 
 
 def everything(w, x):

@@ -82,10 +82,6 @@ def scoped(w, x):
         return jax.jit(jnp.dot)(x, w)
 
 
-def of_two_arguments(compute_dtype, invars):
-    return invars, {}
-
-
 def returning(result):
     def function(compute_dtype, original_dtypes, *invars, **params):
         return result(list(invars), params)
@@ -102,7 +98,7 @@ def failing(compute_dtype, original_dtypes, *invars, **params):
 
 WRONG_FUNCTIONS = {  # name: (function, what the message says)
     "its own error": (failing, "mine"),
-    "two parameters": (of_two_arguments, "unexpected keyword"),
+    "two parameters": (lambda dtype, invars: (invars, {}), "unexpected keyword"),
     "nothing": (returning(lambda xs, p: None), "unpack"),
     "an array": (returning(lambda xs, p: xs[0]), "."),
     "a string": (returning(lambda xs, p: ([xs[0], "x"], p)), "str"),
@@ -202,19 +198,18 @@ class Parts(nn.Module):
         return self.sampler(self.body(x))
 
 
-def initialized(x):
-    return Parts().init_with_output(jax.random.key(0), x)[0]
-
-
 # --- keys that match nothing ---------------------------------------------------------
 
 MISSED = {  # name: (function, arguments, key, what the message says of it)
     "a letter": (nested, (W, X), "otter", "nearest: 'outer'"),
-    "module": (initialized, (X,), "*/bdoy", "nearest: 'Parts/body'"),
+    "module": (
+        lambda x: Parts().init_with_output(jax.random.key(0), x)[0],
+        (X,), "*/bdoy", "nearest: 'Parts/body'",
+    ),
     "no scopes": (jnp.dot, (X, W), "head", "it has no scopes)"),
     # Names of parameters are no keys: without a scope, nothing opens one.
     "parameter": (lambda p, x: x @ p["head"], ({"head": W}, X), "head", "no scopes"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISSED)
@@ -321,17 +316,13 @@ def stopped(w, x):
         return x @ w
 
 
-def by_hand(w, x):
-    return x.astype(jnp.float16) @ w.astype(jnp.float16)
-
-
 mine = lambda compute, dtypes, *xs, **params: (xs, params)  # noqa: E731
 DEFAULT = default_amp_policy
 QUIET = {  # name: (function, policy, compute dtype)
     "float32": (nested, {"none": jnp.float32}, jnp.float32),
     "stopped": (stopped, DEFAULT, jnp.float16),
     "a function": (nested, {lax.dot_general_p: mine}, jnp.float16),
-    "by hand": (by_hand, DEFAULT, jnp.float16),
+    "by hand": (lambda w, x: x.astype(F16) @ w.astype(F16), DEFAULT, jnp.float16),
 }  # fmt: skip
 
 

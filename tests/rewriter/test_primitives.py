@@ -31,7 +31,6 @@ from helpers import (
     assert_identical,
     equations,
     jit,
-    scoped_equations,
 )
 
 pytestmark = pytest.mark.filterwarnings(
@@ -118,7 +117,7 @@ between = functools.partial(program, is_behind=True, is_before=True)
 
 
 def equations_of_row(fn, name, args):
-    found = scoped_equations(jax.make_jaxpr(fn)(*args))
+    found = equations(jax.make_jaxpr(fn)(*args))
     inside = [eqn for scopes, eqn in found if "row" in scopes]
     own = [eqn for eqn in inside if eqn.primitive.name == name]
     # A broadcast of halves is `flax_amp_spread`.

@@ -39,14 +39,12 @@ SIZE, LENGTH, BATCH = 8, 4, 8
 
 
 def block(p, x):
-    """A pre-norm transformer block."""
     q, k, v = jnp.split(norm(x) @ p["qkv"], 3, axis=-1)
     x = x + jax.nn.softmax(q @ k.mT) @ v @ p["out"]
     return x + jax.nn.gelu(norm(x) @ p["up"] + p["bias"][None, None]) @ p["down"]
 
 
 def weights(layers=2, size=SIZE):
-    """The weights of the blocks, stacked."""
     square = normal(0, layers, 4 * size, size) * 0.3
     return {
         "qkv": square[:, : 3 * size].mT,
@@ -272,10 +270,7 @@ def test_a_callback_runs_once():
 # --- `mark_stored`: the identity under every transformation ---------------------------
 
 
-def is_marked(primitive, *_, **__):
-    return primitive is stored_p
-
-
+is_marked = lambda primitive, *_, **__: primitive is stored_p  # noqa: E731
 # A checkpoint as `amp` writes it.
 stored = functools.partial(jax.checkpoint, policy=is_marked, prevent_cse=False)
 

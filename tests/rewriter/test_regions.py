@@ -66,20 +66,29 @@ def test_the_program_grows_as_the_users_does(name):
     assert ratios.max() <= 4, ratios
 
 
-def test_nested_calls():
-    def fn(x):
-        return jnp.tanh(x @ W).sum()
-
-    for _ in range(60):
-        fn = jax.jit(functools.partial(lambda fn, x: fn(x), fn))
-    jax.make_jaxpr(jax.grad(amp(fn)))(X)
+def test_calls_within_calls_are_not_inlined():
+    """Where each calls the next one twice, 2**40 matmuls would not end."""
+    once = twice = jax.jit(layer)
+    for _ in range(40):
+        once = jax.jit(lambda w, x, f=once: f(w, x))
+        twice = jax.jit(lambda w, x, f=twice: f(w, f(w, x)))
+    jax.make_jaxpr(amp(twice))(W, X)
+    jax.make_jaxpr(jax.grad(amp(lambda w, x: once(w, x).sum())))(W, X)
 
 
 # --- what is rounded -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("read", ["arithmetic", "matmul"])
-def test_a_scan_adds_up_the_cotangents_of_what_it_closes_over(read):
+SEEN = {  # of a carry, what was computed before the loop, and an argument
+    "arithmetic": lambda c, h, w0: jnp.sin(h),
+    "matmul": lambda c, h, w0: jax.nn.softmax(c @ h) @ h,
+    "a weight": lambda c, h, w0: jnp.ones_like(h) @ w0,
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", SEEN)
+def test_a_scan_adds_up_the_cotangents_of_what_it_closes_over(name, dtype):
     """In float32: a half would lose the small terms of many steps."""
     steps, (w0, w, x) = 512, normal(0, 3, 16, 16) / 4
 
@@ -87,12 +96,12 @@ def test_a_scan_adds_up_the_cotangents_of_what_it_closes_over(read):
         h = x @ w0
 
         def step(c, _):
-            seen = jnp.sin(h) if read == "arithmetic" else jax.nn.softmax(c @ h) @ h
-            return c + (jnp.tanh(c @ w) * 0.1 + seen) / steps, None
+            return c + (jnp.tanh(c @ w) * 0.1 + SEEN[name](c, h, w0)) / steps, None
 
         return (lax.scan(step, jnp.zeros_like(h), length=steps)[0] ** 2).mean()
 
-    actual, expected = (jit(jax.grad(f))(w0) for f in (amp(loss), loss))
+    lowered = amp(loss, compute_dtype=dtype)
+    actual, expected = (jit(jax.grad(f))(w0) for f in (lowered, loss))
     assert relative_error(actual, expected) < 0.012
 
 

@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from _structured_rows import LINE, SYMMETRIC, linear_solve
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import linear_call
@@ -114,18 +115,6 @@ def test_platform_dependent_branches_stay_apart():
 # Some programs here run as written.
 pytestmark = pytest.mark.filterwarnings("ignore:amp. no matmul")
 
-B = jnp.arange(1.0, 4.0)
-COUNTS = jnp.arange(9.0).reshape(3, 3)
-SYMMETRIC = 2 * jnp.eye(3) + 0.1 * (COUNTS + COUNTS.T)
-
-
-def _iterate(matvec, b):
-    return lax.fori_loop(0, 60, lambda _, y: y + 0.2 * (b - matvec(y)), b)
-
-
-def linear_solve(w):
-    return lax.custom_linear_solve(lambda v: w @ v, B, _iterate, _iterate)
-
 
 @pytest.mark.parametrize("name", ["value", "grad", "jvp", "vmap"])
 def test_solvers(name):
@@ -134,7 +123,7 @@ def test_solvers(name):
 
     def transformed(lower):
         solve = lower(linear_solve)
-        return DERIVATIVES[name](lambda w: squares(solve(w)))
+        return DERIVATIVES[name](lambda w: squares(solve(w, LINE[:3])))
 
     run = transformed(functools.partial(amp, compute_dtype=dtype))
     plain, in_float32 = map(transformed, (jax.jit, rewritten_in_float32))

@@ -23,7 +23,7 @@ from flax_amp import (
     make_train_step,
     use_original_precision,
 )
-from helpers import MATMULS, jit, scoped_equations
+from helpers import MATMULS, equations, jit
 
 # Some policies have no effect, or keep all matmuls in float32.
 pytestmark = pytest.mark.filterwarnings("ignore::flax_amp.PolicyWarning")
@@ -152,7 +152,7 @@ def matmuls(fn, *args):
     """The scopes and the dtype of every matmul in `fn(*args)`."""
     return [
         ("/".join(scopes).split("/"), eqn.invars[0].aval.dtype.name)
-        for scopes, eqn in scoped_equations(jax.make_jaxpr(fn)(*args))
+        for scopes, eqn in equations(jax.make_jaxpr(fn)(*args))
         if eqn.primitive.name in MATMULS
     ]
 

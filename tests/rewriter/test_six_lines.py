@@ -19,7 +19,7 @@ from jax import lax
 from _six_lines import MOVES, Reading
 from benchmarks.matmuls import exact_matmuls
 from flax_amp import amp
-from helpers import HALVES, exact_jit, scoped_equations
+from helpers import HALVES, equations, exact_jit
 
 COUNT = int(os.environ.get("FLAX_AMP_FUZZ", 0))  # 0: the same programs in every run
 N = 8
@@ -109,7 +109,7 @@ def arguments(seed):
 def grouped(closed, noted=None):
     """`{(layer, primitive): operand dtypes of each equation}`, in order."""
     found, noted = {}, iter(noted or [])
-    for scopes, eqn in scoped_equations(closed):
+    for scopes, eqn in equations(closed):
         name = eqn.primitive.name
         if name not in ("jit", "convert_element_type"):
             key = (*re.findall(r"layer\d+", "/".join(scopes))[-1:], name)

@@ -23,6 +23,7 @@ from _programs import (
     W,
     X,
     in_scan,
+    in_while,
     loss_of,
     norm,
     normal,
@@ -54,15 +55,6 @@ def in_shard_map(fn):
 
 def of_loss(derivative):
     return lambda fn: derivative(loss_of(fn))
-
-
-def in_while(fn):
-    def run(w, x):
-        zeros = jnp.zeros(jax.eval_shape(fn, w, x).shape)
-        step = lambda c: (c[0] + 1, fn(w, x))  # noqa: E731
-        return lax.while_loop(lambda c: c[0] < 2, step, (0, zeros))[1]
-
-    return run
 
 
 def in_switch(fn):
@@ -191,15 +183,11 @@ def test_numpy_and_scalar_inputs():
     assert float(jax.jvp(amp(jax.nn.relu), (3.0,), (1.0,))[1]) == 1.0
 
 
-def doubled(x):
-    return lax.while_loop(lambda c: c[0] < 1, lambda c: c * 2, x)
-
-
 WEAK = jnp.full((4,), 0.3)
 WEAKLY_TYPED = {
     "matmul": (lambda w: jnp.stack([w, w]) @ w, WEAK),
     "scatter": (lambda x: jnp.full((4,), 1e5).at[0].set(x[0]), jnp.ones(4)),
-    "while": (doubled, WEAK),
+    "while": (lambda x: lax.while_loop(lambda c: c[0] < 1, lambda c: 2 * c, x), WEAK),
     "numbers": (
         lambda x: (jnp.asarray(2.0), jnp.float32(2), jnp.asarray(True), jnp.int32(3)),
         jnp.ones(3),
@@ -326,7 +314,6 @@ def test_a_policy_may_ask_for_another_dtype(key):
 
 
 def test_the_tests_of_the_rewriter_rewrite():
-    """Their function for float32 is not the identity."""
     seen = []
     rewritten_in_float32(lambda w, x: seen.append(x) or x @ w)(W, X)
     assert isinstance(seen[-1], jax.core.Tracer)
