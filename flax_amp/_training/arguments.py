@@ -1,7 +1,4 @@
-"""What users pass, checked when they pass it: what was seen, and what to do.
-
-What JAX, Flax or optax refuse with a clear error is left to them.
-"""
+"""What users pass, checked where JAX, Flax and optax have no clear error for it."""
 
 import contextlib
 import inspect
@@ -19,7 +16,7 @@ from flax_amp.policy import Policy, PolicyEntries, Precision, long_word
 
 
 class Options(NamedTuple):
-    """The arguments of a function that makes a step, which `check_options` checks."""
+    """The arguments of a function that makes a step."""
 
     caller: str  # the function that the messages name
     loss_fn: UserFn
@@ -46,8 +43,8 @@ def check_options(given: Options) -> Options:
     names = [x for x in ("precision", "amp_policy") if getattr(given, x) is not None]
     if names and is_rewritten(given.loss_fn):
         raise ValueError(
-            f"{given.loss_name} is amp(...) already, and {', '.join(names)} is given, "
-            "too; expected one of them. Pass the option to amp."
+            f"{given.loss_name} is amp(...) already, and {', '.join(names)} is given; "
+            "expected one of them. Pass the option to amp."
         )
     redo, parts = given.redo_on_nan, given.accum_steps
     seen = f"{caller}: redo_on_nan={redo!r}", f"{caller}: accum_steps={parts!r}"
@@ -111,10 +108,7 @@ def declared_keywords(fn: UserFn) -> list[str]:
 
     A default other than `None` counts as bound, as `functools.partial` binds it.
     """
-    try:
-        declared = inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # some builtins have no signature
-        return []
+    declared = inspect.signature(fn).parameters
     found = [declared[name] for name in ("state", "rngs") if name in declared]
     unbound = (None, inspect.Parameter.empty)
     return [p.name for p in found if any(p.default is x for x in unbound)]

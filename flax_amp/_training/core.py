@@ -1,10 +1,7 @@
 """One training step: from a loss, gradients and a scaler to the selected new state.
 
-The order of a step is fixed here, because every other order is wrong somewhere. After
-the passes, `judge` decides, once for all devices, whether everything is finite. Only
-then does the step clip and update, which is what the optimizer does. A step that is not
-finite changes nothing but `step`, the scaler and the counters of skipped steps. One
-select between the old and the new state does that, so every other leaf keeps its bits.
+The order of a step is fixed here, because every other order is wrong somewhere: the
+passes, one decision for all devices, the optimizer, which may clip, and the select.
 """
 
 from collections.abc import Callable
@@ -32,11 +29,11 @@ class Judged(NamedTuple):
     result: PassResult
     forward: Array  # bool[], of the loss and the updated variables
     backward: Array  # bool[], of the gradients
-    square_norm: Array
+    square_norm: Array | float = 0.0
 
 
 def run_step(
-    options: Options, state: StateT, batch: PyTree, args: tuple[PyTree, ...]
+    options: Options, state: StateT, batch: PyTree, *args: PyTree
 ) -> tuple[StateT, Metrics]:
     """Returns the state after one step, and its metrics."""
     may_be_half = rounds_parameters(state.opt_state)
@@ -54,11 +51,14 @@ def run_step(
     scaler = check_scaler(state.scaler, "train_step: the scaler")
     scaler, judged = run_with_retries(run, scaler, options.redo_on_nan)
     grads = complete_grads(judged.result, params)
-    # By `apply_gradients`, because a subclass may have its own one, such as for an
-    # average of the parameters.
+    # A subclass may have its own `apply_gradients`, as for an average of parameters.
     variables = _tree.combine(judged.result.variables, state.variables)
     new = state.apply_gradients(grads=grads, variables=variables, finite=True)
-    measured = _measure(options, state, grads, new)
+    measured: Metrics = {}
+    if options.metrics_fn is not None:
+        after = jax.tree.map(_tree.float32_if_bfloat16, new.params)
+        updates = jax.tree.map(jnp.subtract, after, params)
+        measured = options.metrics_fn(state, grads, updates)
     finite = judged.forward & judged.backward
     new, own = _advance(_select(options, finite, new, state), state, finite, scaler)
     own |= dict(
@@ -67,15 +67,13 @@ def run_step(
         scaler=scaler["scaler"],
         grad_norm=jnp.sqrt(judged.square_norm),
     )
-    return new, merge_metrics(options, own, measured, judged.result.aux)
+    return new, merge_metrics(own, measured, judged.result.aux)
 
 
 def judge(result: PassResult, variables: PyTree) -> Judged:
-    """Decides whether a pass is finite; `variables` are those before it.
-
-    The sum of the squares of the gradients costs nothing: the metrics need it anyway.
-    It overflows where the squares of an optimizer would.
-    """
+    """Decides whether a pass is finite; `variables` are those before it."""
+    # It costs nothing, because the metrics need it anyway, and it overflows where the
+    # squares of an optimizer would.
     square_norm = jnp.asarray(optax.tree.norm(result.grads, squared=True), jnp.float32)
     # The fp8 statistics of cotangents depend on the scale, as gradients do.
     backward = _tree.all_finite((square_norm, result.overwrite))
@@ -120,9 +118,7 @@ def _select(options: Options, finite: Array, new: PyTree, old: PyTree) -> PyTree
 
     A select, not a `lax.cond` around the update: one rule holds for every leaf, keys
     and -0.0 included, and XLA cannot fuse across a branch or update in place (178 MB of
-    temporary memory for an MLP on a v5e, 975 MB with the branch). Rejected, too:
-    keeping the old value of each element that is not finite, after which the moments of
-    an optimizer do not fit each other.
+    temporary memory for an MLP on a v5e, 975 MB with the branch).
     """
 
     def select(new: Any, old: Any) -> Any:
@@ -153,14 +149,3 @@ def _advance(
     return new, reported | {
         f"hyperparams/{name}": x for name, x in values if not x.shape
     }
-
-
-def _measure(options: Options, state: StateT, grads: PyTree, new: StateT) -> Metrics:
-    """Returns what the user's `metrics_fn` makes of one update."""
-    if options.metrics_fn is None:
-        return {}
-    after, before = (
-        jax.tree.map(_tree.float32_if_bfloat16, s.params) for s in (new, state)
-    )
-    updates = jax.tree.map(jnp.subtract, after, before)
-    return dict(options.metrics_fn(state, grads, updates))

@@ -1,8 +1,4 @@
-"""The user's loss function as a pure function of arrays, and checks of what it returns.
-
-`pure_loss` gives `loss_fn(params, batch, *args)` of Linen and `loss_fn(model, batch,
-*args)` of NNX one form: arrays in; the loss, updated variables and `aux` out.
-"""
+"""The user's loss, of Linen or NNX, as a function of arrays, and what it returns."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,20 +27,16 @@ def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
     """Returns `(params, variables, batch, rngs, *args) -> (loss, updates, aux)`."""
     name = options.loss_name
 
-    def pure(
-        params: PyTree, variables: PyTree, batch: PyTree, rngs: PyTree, *args: PyTree
-    ) -> tuple[Array, PyTree, Metrics]:
-        # A loss that declares `state` sees the parameters of this pass: those are what
-        # is differentiated, and in mixed precision what is cast.
-        now = state.replace(params=params, variables=variables)
-        target, out = call_user_fn(options, now, batch, rngs, args)
+    def pure(*inputs: PyTree) -> tuple[Array, PyTree, Metrics]:
+        params, variables, *_ = inputs
+        target, out = call_user_fn(options, state, *inputs)
         loss, aux = split_aux(out, options.has_aux, name)
         is_named = isinstance(aux, Mapping) and all(isinstance(key, str) for key in aux)
         metrics = dict(aux) if is_named else {"aux": aux} if options.has_aux else {}
         if state.graphdef is not None:
             # By path, not by type: `wrt` may have selected any kind of variable.
             trained = nnx.traversals.flatten_mapping(params)
-            *_, new = split_model(target, lambda path, _: path in trained)
+            new = split_model(target, lambda path, _: path in trained)["variables"]
         else:
             new = variables | _collections(metrics, variables, name)
         return loss, _changes(variables, new, name), metrics
@@ -79,24 +71,20 @@ def fold_in(rngs: PyTree, data: Any) -> PyTree:
 
 
 def call_user_fn(
-    options: Options,
-    state: AmpTrainState,
-    batch: PyTree,
-    rngs: PyTree,
-    args: tuple[PyTree, ...],
-    *,
-    evaluate: bool = False,
-    may_change_inputs: bool = False,
+    options: Options, state: AmpTrainState, *inputs: PyTree, evaluate: bool = False
 ) -> tuple[PyTree, PyTree]:
-    """Returns the parameters or the module that a function was given, and its result.
+    """Returns what a function was given, parameters or module, and its result.
 
-    `state` holds the parameters and the variables of this pass.
+    `inputs` are parameters, variables, the batch, keys, and further arguments.
     """
+    params, variables, batch, rngs, *args = inputs
     fn = options.loss_fn
+    # A loss that declares `state` sees the parameters of this pass: those are what is
+    # differentiated, and in mixed precision what is cast.
+    state = state.replace(params=params, variables=variables)
     offered = {"state": state, "rngs": rngs}
     keywords = {key: offered[key] for key in declared_keywords(fn)}
-    inputs = {} if may_change_inputs else {"batch": batch, "args": args}
-    watched = [changes_in(tree, key) for key, tree in inputs.items()]
+    watched = changes_in(batch, "batch"), changes_in(args, "args")
     if state.graphdef is None:
         target, out = state.params, fn(state.params, batch, *args, **keywords)
     else:
@@ -109,12 +97,10 @@ def call_user_fn(
             out = fn(target, batch, *args, **keywords)
     if changed := [variable for changes in watched for variable in changes()]:
         raise ValueError(
-            f"{options.loss_name} changed {', '.join(changed)}; expected modules in "
-            "the batch, or in further arguments, to stay as they are: a compiled step "
-            "cannot return their changes. For random numbers, pass rngs={'dropout': "
-            "jax.random.key(0)} to AmpTrainState.create, declare the keyword rngs and "
-            "make nnx.Rngs(**rngs) from it. Return counts and measurements in aux. Or "
-            "use make_nnx_train_step, which updates the modules in its arguments."
+            f"{options.loss_name} changed {', '.join(changed)}; expected modules among "
+            "the arguments to stay as they are. Use make_nnx_train_step, which updates "
+            "them. Or draw random numbers from nnx.Rngs(**rngs) of the keyword rngs, "
+            "with AmpTrainState.create(rngs=...), and return measurements in aux."
         )
     return target, out
 
@@ -146,21 +132,15 @@ def split_aux(out: PyTree, has_aux: bool, name: str) -> tuple[Array, PyTree]:
     return loss, aux
 
 
-def merge_metrics(
-    options: Options, own: Metrics, measured: Metrics, aux: Metrics
-) -> Metrics:
-    """Returns the metrics of a step: its own ones, `measured`, and those of `aux`.
+def merge_metrics(own: Metrics, measured: Metrics, aux: Metrics) -> Metrics:
+    """Returns the metrics of a step; one with the name of an earlier one is renamed.
 
-    A loss that returns itself in `aux`, as Flax's examples do, needs no change.
+    So a loss that returns itself in `aux`, as Flax's examples do, needs no change.
     """
-    merged = own | measured
-    merged |= {f"aux/{key}" if key in merged else key: x for key, x in aux.items()}
-    if len(merged) < len(own) + len(measured) + len(aux):
-        raise ValueError(
-            f"{options.caller}: the step reports {sorted(own)}, metrics_fn "
-            f"{sorted(measured)} and aux {sorted(aux)}; expected no two metrics of one "
-            "name, where an entry of aux becomes aux/<name>. Rename one."
-        )
+    merged = dict(own)
+    for source, found in ("metrics_fn", measured), ("aux", aux):
+        for key, value in found.items():
+            merged[f"{source}/{key}" if key in merged else key] = value
     return merged
 
 

@@ -13,24 +13,16 @@ from flax import nnx, struct
 
 from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._training import AxisName, Metrics, PyTree, UserFn
-from flax_amp._training.arguments import (
-    Options,
-    check_options,
-    check_selection,
-    check_type,
-)
+from flax_amp._training.arguments import Options, check_options, check_type
 from flax_amp._training.core import run_step
 from flax_amp._training.loss import with_name_of
 from flax_amp._training.optimizer import AmpOptimizer
 from flax_amp._training.passes import put_back, take_out
-from flax_amp._training.scaler import needs_scale, no_scaler, warn_if_unscaled
-from flax_amp._training.step_call import copy_aliases, reraise_with_path
+from flax_amp._training.scaler import Scaler, check_scaled, no_scaler
+from flax_amp._training.step_call import copy_aliases, naming_arrays
 from flax_amp._training.train_state import AmpTrainState, bare_state, split_model
 from flax_amp.optim._optimizer import pure
 from flax_amp.policy import PolicyEntries, Precision
-
-# Types that are not split in the inputs of a loss.
-_WHOLE_NODES = (nnx.Pytree, nnx.Variable)
 
 
 def make_nnx_train_step(
@@ -55,7 +47,7 @@ def make_nnx_train_step(
     Args:
       loss_fn: `loss_fn(model, batch, *args)`, which returns a scalar float loss.
         Modules in the batch or in `args`, such as an `nnx.Rngs` or an
-        `nnx.metrics.Metric`, are updated like the model, but do not train.
+        `nnx.metrics.Metric`, are updated like the model, but neither train nor split.
       precision: what to compute in, instead of the `precision` of the optimizer. A
         plain `nnx.Optimizer` tells none: for it, the default is "bf16-mixed".
       has_aux, amp_policy, redo_on_nan, accum_steps, axis_name: see `make_train_step`.
@@ -70,8 +62,8 @@ def make_nnx_train_step(
       `train_step(model, optimizer, batch, *args) -> metrics`. The `wrt` of the
       optimizer selects what trains. The metrics are those of `make_train_step`; without
       a `flax_amp.AmpOptimizer` or an `optax.apply_if_finite`, there is no
-      `skipped_total`. Errors are those of `make_train_step`, and a TypeError where a
-      plain `nnx.Optimizer` comes with float16, which needs a scaler.
+      `skipped_total`. Errors are those of `make_train_step`; float16 needs the scaler
+      of a `flax_amp.AmpOptimizer`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -96,17 +88,15 @@ def make_nnx_train_step(
     ) -> Metrics:
         nonlocal last
         if last is None or last() is not optimizer:
-            _check(options, model, optimizer)
+            _check_objects(model, optimizer)
+            word, scaler = _precision_and_scaler(optimizer)
+            check_scaled(options.precision or word, scaler)
             if jit and donate:
-                modules, inputs = take_out((batch, args), *_WHOLE_NODES)
                 old = nnx.state((model, optimizer))
-                new = copy_aliases(old, (nnx.state(modules), inputs))
-                nnx.update((model, optimizer), new)
-        try:
+                nnx.update((model, optimizer), copy_aliases(old, (batch, args)))
+        given = dict(model=model, optimizer=optimizer, batch=batch, args=args)
+        with naming_arrays("train_step", **given):
             metrics: Metrics = step(model, optimizer, batch, *args)
-        except (RuntimeError, ValueError) as error:
-            given = dict(model=model, optimizer=optimizer, batch=batch, args=args)
-            reraise_with_path(error, "train_step", **given)
         last = weakref.ref(optimizer)
         return metrics
 
@@ -115,44 +105,24 @@ def make_nnx_train_step(
     return train_step
 
 
-def _check(options: Options, model: Any, optimizer: Any) -> None:
-    """Raises a TypeError unless these are a model and an optimizer that fit a step."""
+def _check_objects(model: Any, optimizer: Any) -> None:
+    """Raises a TypeError unless these are a model and an optimizer."""
     linen = "an nnx.Module. For Linen use make_train_step."
     check_type(model, nnx.Module, "train_step: model", linen)
     made = "a flax_amp.AmpOptimizer, made with AmpOptimizer(model, tx)."
     check_type(optimizer, nnx.Optimizer, "train_step: optimizer", made)
-    precision = options.precision or _precision_of(optimizer)
-    if isinstance(optimizer, AmpOptimizer):
-        warn_if_unscaled(precision, pure(optimizer.scaler), stacklevel=4)
-    elif needs_scale(precision):
-        raise TypeError(
-            "train_step: the optimizer has no loss scaler, without which gradients "
-            "below 6e-8 become zero in float16; expected a flax_amp.AmpOptimizer. Make "
-            "it with AmpOptimizer(model, tx, wrt=wrt, precision='16-mixed')."
-        )
 
 
 def _step(
     options: Options, model: nnx.Module, optimizer: Any, batch: PyTree, *args: PyTree
 ) -> Metrics:
-    # A bare nnx.Variable in the batch may hold examples, so it is split.
-    in_batch = _WHOLE_NODES if options.accum_steps == 1 else (nnx.Pytree,)
-    others, batch = take_out(batch, *in_batch)
-    more_others, args = take_out(args, *_WHOLE_NODES)
+    others, (batch, args) = take_out((batch, args))
     # What several of them share has its path in the one that sorts first: `model`,
     # `others`, `optimizer`.
-    modules = nnx.Dict(model=model, others=nnx.List(others + more_others))
+    modules = nnx.Dict(model=model, others=nnx.List(others))
     objects = nnx.Dict(modules=modules, optimizer=optimizer)
-    scaled = isinstance(optimizer, AmpOptimizer)
-    state = bare_state(
-        _ObjectsState,
-        **_arrays_of(objects),
-        scaler=pure(optimizer.scaler) if scaled else no_scaler(),
-        precision=_precision_of(optimizer),
-        objects=objects,
-    )
-    check_selection(state.params, optimizer.wrt, "train_step")
-    new, metrics = run_step(_adapted(options, objects), state, batch, args)
+    state = bare_state(_ObjectsState, objects=objects, **_fields_of(objects))
+    new, metrics = run_step(_adapted(options, objects), state, batch, *args)
     new.write_back()
     return metrics
 
@@ -178,7 +148,7 @@ def _adapted(options: Options, objects: nnx.Dict) -> Options:
 class _ObjectsState(AmpTrainState):
     """A model, the modules beside it and their optimizer as a state, for one step."""
 
-    rest: PyTree  # what an optimizer holds beside the fields of a state
+    rest: PyTree  # what an optimizer holds beside the step and its state
     objects: nnx.Dict = struct.field(pytree_node=False)
 
     def apply_gradients(  # type: ignore[override]
@@ -189,7 +159,7 @@ class _ObjectsState(AmpTrainState):
         nnx.update(new.modules, variables)
         given = {"finite": finite} if isinstance(new.optimizer, AmpOptimizer) else {}
         new.optimizer.update(new.modules.model, _as_nnx(new, grads), **given)
-        return self.replace(**_arrays_of(new))
+        return self.replace(**_fields_of(new))
 
     def write_back(self) -> None:
         """Writes the arrays into the objects."""
@@ -203,11 +173,13 @@ class _ObjectsState(AmpTrainState):
         nnx.update(optimizer, held)
 
 
-def _precision_of(optimizer: nnx.Optimizer) -> Precision:
-    return optimizer.precision if isinstance(optimizer, AmpOptimizer) else "bf16-mixed"
+def _precision_and_scaler(optimizer: nnx.Optimizer) -> tuple[Precision, Scaler]:
+    if isinstance(optimizer, AmpOptimizer):
+        return optimizer.precision, pure(optimizer.scaler)
+    return "bf16-mixed", {}
 
 
-def _arrays_of(objects: nnx.Dict) -> dict[str, Any]:
+def _fields_of(objects: nnx.Dict) -> dict[str, Any]:
     """Returns the fields of a state that a step reads from objects."""
     optimizer = objects.optimizer
     trains = nnx.filterlib.to_predicate(optimizer.wrt)
@@ -216,19 +188,16 @@ def _arrays_of(objects: nnx.Dict) -> dict[str, Any]:
         return path[0] == "model" and trains(path[1:], variable)
 
     def is_rest(path: Any, _: Any) -> bool:
-        fields = ("step", "opt_state", "scaler")
-        # An optimizer of another kind may have a scaler of its own.
-        own = fields if isinstance(optimizer, AmpOptimizer) else fields[:2]
-        return path[0] == "optimizer" and path[1] not in own
+        return path[0] == "optimizer" and path[1] not in ("step", "opt_state")
 
-    graphdef, params, variables = split_model(objects.modules, is_trained)
+    precision, scaler = _precision_and_scaler(optimizer)
     return dict(
+        precision=precision,
+        scaler=scaler or no_scaler(),
         step=pure(optimizer.step),
-        graphdef=graphdef,
-        params=params,
-        variables=variables,
         opt_state=pure(optimizer.opt_state),
         rest=nnx.to_pure_dict(nnx.state(objects, is_rest)),
+        **split_model(objects.modules, is_trained),
     )
 
 

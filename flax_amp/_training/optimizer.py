@@ -1,7 +1,4 @@
-"""The optimizer of a run: it skips by itself, and is asked for its hyper-parameters.
-
-A training step skips as a whole, by the one select in `core.py`, and sets the counters.
-"""
+"""The optimizer of a run: it skips by itself, and is asked for its hyper-parameters."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,6 +14,7 @@ from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from flax_amp import _tree
 from flax_amp._training import Array, PyTree
+from flax_amp._training.arguments import check_selection
 from flax_amp._training.scaler import check_scaler, first_scaler
 from flax_amp.optim import _small_state as small
 from flax_amp.optim._optimizer import Optimizer, pure, update_state
@@ -24,11 +22,7 @@ from flax_amp.policy import Precision, long_word
 
 
 class SkipState(optax.ApplyIfFiniteState):
-    """An `optax.ApplyIfFiniteState` that also has the fields of the state inside.
-
-    So `state.opt_state.hyperparams` and `state.opt_state.inner_states` are what they
-    are without it, for loops that read and set them.
-    """
+    """An `optax.ApplyIfFiniteState` that also has the fields of the state inside."""
 
     __slots__ = ()
 
@@ -42,10 +36,9 @@ class SkipState(optax.ApplyIfFiniteState):
 class _Skipping:
     """An optimizer whose updates are skipped if they are not finite.
 
-    It computes them anyway, and then selects. `optax.apply_if_finite` branches instead,
-    which takes more time and memory (see `core.py`), and gives up after some skips in a
-    row, but the scaler needs them to find its scale. It is static data, not a pair of
-    closures: two states of one optimizer share a compiled step.
+    It selects, where `optax.apply_if_finite` branches, and gives up after some skips,
+    which the scaler needs to find its scale. It is static data, not a pair of closures:
+    two states of one optimizer share a compiled step.
     """
 
     inner: Any
@@ -54,12 +47,6 @@ class _Skipping:
         """Returns the state of a new run."""
         zero = jnp.zeros((), jnp.int32)
         return SkipState(zero, jnp.array(True), zero, self.inner.init(_floats(params)))
-
-    def as_optax(self) -> optax.GradientTransformationExtraArgs:
-        """Returns the optimizer of optax."""
-        return optax.GradientTransformationExtraArgs(
-            _tree.Method(self, "init"), _tree.Method(self, "update")
-        )
 
     def update(
         self,
@@ -87,9 +74,7 @@ class _Skipping:
             is_finite = _tree.all_finite((kept, new))
             # An update may be finite and its moments not: squares of 1e20 overflow.
             is_finite &= _tree.stays_finite(inner_state, state.inner_state)
-            new = jax.tree.map(
-                lambda u: jnp.where(is_finite, u, 0).astype(u.dtype), new
-            )
+            new = _tree.select(is_finite, new, optax.tree.zeros_like(new))
             inner_state = _tree.select(is_finite, inner_state, state.inner_state)
             state = state._replace(**counted(state, is_finite))
         if jax.tree.leaves(integers):
@@ -113,31 +98,20 @@ def counted(state: Any, finite: Array) -> dict[str, Array]:
 
 
 def skipping(tx: Any, params: PyTree) -> tuple[Any, ...]:
-    """Returns what makes the state of an optimizer that skips, and what updates it.
-
-    They are one, except for a pytree optimizer. `optax.apply_if_finite` skips already.
-    """
+    """Returns what makes the state of an optimizer that skips, and what updates it."""
     if not isinstance(tx, Optimizer):
         made = jax.eval_shape(tx.init, _floats(params))
         if not isinstance(made, optax.ApplyIfFiniteState):
-            tx = _Skipping(tx).as_optax()
+            tx = _Skipping(tx)
         return tx, tx
     if tx.opt_state is None and tx._factory is optax.apply_if_finite:
         tx = tx.inner
     # What updates a pytree optimizer is the same for all of them. The functions of one
-    # would be a static field with its hyper-parameters: that would compile again for
-    # each state, keep an optimizer's state alive, and leak tracers out of a `create`
-    # under `vmap`.
+    # would be a static field with its hyper-parameters: each state would compile again,
+    # and tracers would leak out of a `create` under `vmap`.
     init = (lambda _: tx) if tx.opt_state is not None else tx.init
-    make = optax.GradientTransformationExtraArgs
-    both = (make(of, update_state) for of in (init, _no_init))
-    return tuple(_Skipping(inner).as_optax() for inner in both)
-
-
-def _no_init(params: PyTree) -> Any:
-    raise TypeError(
-        "tx.init: the optimizer of flax_amp.optim is in opt_state, not here."
-    )
+    make: Any = optax.GradientTransformationExtraArgs
+    return _Skipping(make(init, update_state)), _Skipping(make(None, update_state))
 
 
 def store_in_half(params: PyTree, tx: Any) -> tuple[PyTree, Any]:
@@ -191,7 +165,9 @@ class AmpOptimizer(nnx.Optimizer):
     ):
         """Makes the optimizer of a new run; see `AmpTrainState.create`."""
         self.precision = precision
-        making, updating = skipping(tx, nnx.as_pure(nnx.state(model, wrt)))
+        params = nnx.as_pure(nnx.state(model, wrt))
+        check_selection(params, wrt, "AmpOptimizer")
+        making, updating = skipping(tx, params)
         super().__init__(model, making, wrt=wrt)
         self.tx = updating
         self.scaler = first_scaler(self.precision) if scaler is None else scaler

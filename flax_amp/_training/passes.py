@@ -46,15 +46,13 @@ def run_passes(
     """
     axis_name = options.axis_name
     params, old, rngs = inputs
-    params, variables = mark_varying((params, old), axis_name)
+    variables = mark_varying(old, axis_name)
     if axis_name is not None:  # each device draws its own numbers
         device = jax.lax.axis_index(axis_name)
         rngs = fold_in(rngs, device)
         variables = jax.tree.map(lambda x: _fold_in_if_key(x, device), variables)
 
-    def one_pass(
-        variables: PyTree, batch: PyTree, index: Array | None = None
-    ) -> PassResult:
+    def one_pass(variables: PyTree, batch: PyTree, index: Any = None) -> PassResult:
         keys = rngs if index is None else fold_in(rngs, index)
 
         def loss_of(params: PyTree) -> tuple[Array, PyTree, Metrics]:
@@ -99,7 +97,7 @@ def run_pass(
     `fn(*inputs)` is `(loss, updates, aux)`; `kwargs` are for `jax.value_and_grad`.
     """
     # Integers have no gradient, and JAX refuses to differentiate them.
-    wanted, rest = _tree.partition(inputs, is_wanted)
+    wanted, rest = _tree.partition(mark_varying(inputs, axis_name), is_wanted)
 
     def scaled(*wanted: PyTree) -> tuple[Array, tuple[Array, PyTree, PyTree]]:
         loss, updates, aux = fn(*_tree.combine(wanted, rest))
@@ -153,12 +151,9 @@ def _accumulate(
     # Only its structure is used (`None` where nothing changed): the arrays come from
     # the scan.
     updates: PyTree = None
-    # A module in the batch holds no examples, but an nnx.Variable by itself does.
-    modules, arrays = take_out(batch, nnx.Pytree)
+    modules, arrays = take_out(batch)  # they hold no examples
 
-    def body(
-        carry: tuple[PyTree, PyTree], x: tuple[Array, PyTree]
-    ) -> tuple[PyTree, PyTree]:
+    def body(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         nonlocal updates
         total, variables = carry
         index, rows = x
@@ -187,11 +182,14 @@ class _Placeholder:
     """Stands for a module. It is static, so no transformation changes it."""
 
 
-def take_out(tree: PyTree, *kinds: type) -> tuple[list[Any], PyTree]:
+# Of these, an NNX step has put placeholders into the batch already.
+_MODULES = nnx.Pytree, nnx.Variable, _Placeholder
+
+
+def take_out(tree: PyTree) -> tuple[list[Any], PyTree]:
     """Returns the modules in a tree, and the tree with placeholders for them."""
-    kinds += (_Placeholder,)  # of an NNX step, which has taken out modules already
-    modules = _tree.nodes(tree, kinds)
-    return modules, _tree.replace_nodes(tree, kinds, [_Placeholder()] * len(modules))
+    modules = _tree.nodes(tree, _MODULES)
+    return modules, _tree.replace_nodes(tree, _MODULES, [_Placeholder()] * len(modules))
 
 
 def put_back(modules: Iterable[Any], tree: PyTree) -> PyTree:
@@ -262,7 +260,7 @@ def average_over_devices(
 ) -> PassResult:
     """Makes the result of this device the same on every device of the mapped axes.
 
-    A mean is not finite when one of its terms is not, so all devices decide alike.
+    What is not finite on one device is not finite on any, so all devices decide alike.
     `variables` are those before the pass, which are the same on every device.
     """
     if axis_name is None:
@@ -271,12 +269,20 @@ def average_over_devices(
     def mean(tree: PyTree) -> PyTree:
         return jax.lax.pmean(mark_varying(tree, axis_name), axis_name)
 
+    def largest(leaf: Any) -> Any:
+        return jax.lax.pmax(mark_varying(leaf, axis_name), axis_name)
+
+    def largest_statistic(leaf: Array) -> Array:
+        # A statistic is of all examples: an amax is the largest of the parts. A maximum
+        # over devices loses a NaN on some platforms, but no inf.
+        return largest(jnp.where(jnp.isfinite(leaf), leaf, jnp.inf))
+
     def average_variable(new: Any, old: Array) -> Any:
         # Each device has folded its index into its keys: the old key is the common one.
         if new is None or _tree.is_key(old):
             return None
         if not _tree.is_inexact_array(new):
-            return jax.lax.pmax(mark_varying(new, axis_name), axis_name)
+            return largest(new)
         # The mean of equal numbers may round to another number. The mean of their
         # changes is exactly 0, so a variable that did not change keeps its bits.
         base = jnp.where(jnp.isfinite(old), old, 0)
@@ -287,7 +293,7 @@ def average_over_devices(
 
     return PassResult(
         grads=mean(result.grads),
-        overwrite=mean(result.overwrite),
+        overwrite=jax.tree.map(largest_statistic, result.overwrite),
         loss=mean(result.loss),
         variables=_tree.map_or_none(average_variable, result.variables, variables),
         aux=jax.tree.map(mean_of_scalar, result.aux, is_leaf=_has_reduce),

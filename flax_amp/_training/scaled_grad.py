@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
 from flax_amp import _tree
@@ -12,12 +11,7 @@ from flax_amp._training import Array, AxisName, PyTree, UserFn
 from flax_amp._training.arguments import check_count, check_type, describe
 from flax_amp._training.core import Judged, run_with_retries
 from flax_amp._training.loss import split_aux
-from flax_amp._training.passes import (
-    average_over_devices,
-    cast_like,
-    mark_varying,
-    run_pass,
-)
+from flax_amp._training.passes import average_over_devices, cast_like, run_pass
 from flax_amp._training.scaler import Scaler, check_scaler
 
 
@@ -68,7 +62,6 @@ def dynamic_scale_value_and_grad(
       (36.0, 24.0, 1)
     """
     caller = "dynamic_scale_value_and_grad"
-    # Here, not in the call: an error then points to the line that passed the argument.
     retries = check_count(redo_on_nan, f"{caller}: {redo_on_nan=}", "of retries", 0)
     check_type(fun, Callable, f"{caller}: fun", "a function that returns a loss.")
     argnums = kwargs.pop("argnums", 0)
@@ -95,16 +88,13 @@ def dynamic_scale_value_and_grad(
             return loss, None, aux
 
         def run(scaler: Scaler) -> Judged:
-            inputs = mark_varying(args, axis_name)
-            result = run_pass(loss_of, inputs, scaler, axis_name, **options)
+            result = run_pass(loss_of, args, scaler, axis_name, **options)
             result = average_over_devices(result, axis_name, None)
             forward = _tree.all_finite(result.loss)
             # The caller looks at the gradients themselves, not at their squares.
             backward = _tree.all_finite(result.grads)
             grads = cast_like(result.grads, tuple(args[n] for n in numbers))
-            return Judged(
-                result._replace(grads=grads), forward, backward, jnp.float32(0)
-            )
+            return Judged(result._replace(grads=grads), forward, backward)
 
         scaler, judged = run_with_retries(run, scaler, retries)
         loss, aux, grads = judged.result.loss, judged.result.aux, judged.result.grads

@@ -1,13 +1,11 @@
 """The dynamic loss scaler: a plain dict of four 0-d arrays.
 
-The scaler is data, hyper-parameters included. So it passes through `jit`, `vmap` and
-any checkpoint, and a sweep over settings compiles once. bfloat16 and float32, which
-need no loss scaling, have the same dict, with an `adjust_factor` of 1: it never moves.
+It is data, hyper-parameters included, so a sweep over settings compiles once. bfloat16
+and float32, which need no scaling, have the same dict, with an `adjust_factor` of 1.
 
-The scale falls only when a lower scale can help. The forward pass does not see it: a
-loss that is not finite would be the same at every other scale. Flax and jaxamp lower
-the scale then, too, so a few bad batches drive it to its lower limit. It grows on the
-`patience + 1`-th finite step since it moved, as theirs does.
+The scale falls only when a lower scale can help: a loss that is not finite would be so
+at every scale. Flax and jaxamp lower the scale then, too, so a few bad batches drive it
+to its lower limit.
 """
 
 import warnings
@@ -69,8 +67,7 @@ def init_scaler(
     return check_scaler(given, "init_scaler", wait=True)
 
 
-# The name that jaxamp has for it.
-DynamicScalerState = init_scaler
+DynamicScalerState = init_scaler  # the name that jaxamp has for it
 
 
 def static_scaler(scale: ArrayLike) -> Scaler:
@@ -83,32 +80,34 @@ def no_scaler() -> Scaler:
     return static_scaler(1.0)
 
 
-def first_scaler(precision: Precision) -> Scaler:
-    """Returns the scaler with which a run of a precision starts."""
-    return init_scaler() if needs_scale(precision) else no_scaler()
+def first_scaler(precision: Precision, given: Any = None, name: str = "") -> Scaler:
+    """Returns the scaler that a run starts with: a given one, or by the precision."""
+    if given is not None:
+        return check_scaler(given, name, wait=True)
+    is_float16 = read_precision(precision)[0] == jnp.float16
+    return init_scaler() if is_float16 else no_scaler()
 
 
-def needs_scale(precision: Precision) -> bool:
-    """Whether gradients need a loss scale; bfloat16 has the range of float32."""
-    return read_precision(precision)[0] == jnp.float16
+def check_scaled(precision: Precision, scaler: Mapping[str, Any]) -> None:
+    """Warns of a step in float16 whose scale is at most 1 and never moves.
 
-
-def warn_if_unscaled(precision: Precision, scaler: Scaler, stacklevel: int) -> None:
-    """Warns of a run in float16 whose scale is at most 1 and never moves.
-
-    It waits for the scaler on the device. Traced values tell nothing.
+    If there is no scaler at all, it raises a TypeError. It waits for the scaler on the
+    device. Traced values tell nothing.
     """
+    if read_precision(precision)[0] != jnp.float16:
+        return
+    text = (
+        "train_step: the step is in float16 without a loss scale, where gradients "
+        "below 6e-8 become zero; expected a loss scaler. Make the AmpTrainState, or "
+        "the AmpOptimizer, with precision='16-mixed' or scaler=init_scaler()."
+    )
+    if not scaler:
+        raise TypeError(text)
     factor = scaler.get("adjust_factor")
-    if isinstance(factor, jax.core.Tracer | None) or not needs_scale(precision):
+    if isinstance(factor, jax.core.Tracer | None):
         return
     if np.all((np.asarray(scaler["scaler"]) <= 1) & (np.asarray(factor) == 1)):
-        warnings.warn(
-            "train_step: the step is in float16 with a scale of at most 1, as of "
-            "no_scaler(): gradients below 6e-8 become zero. Expected a loss scaler. "
-            "Make the state, or the AmpOptimizer, with precision='16-mixed', or pass "
-            "scaler=flax_amp.init_scaler().",
-            stacklevel=stacklevel,
-        )
+        warnings.warn(text, stacklevel=3)
 
 
 def scale_loss(loss: Array, state: Mapping[str, Any]) -> Array:
@@ -154,18 +153,16 @@ def update_scaler(
       loss_finite: bool[], the same of all that the forward pass computes.
 
     Raises:
-      TypeError, ValueError: if a flag is not bool[], if a key is missing or unknown, or
-        a Python number out of its range.
+      ValueError: if a key is missing or unknown, or a Python number out of its range.
 
     Example:
       >>> float(update_scaler(init_scaler(), False)["scaler"])
       16384.0
     """
     state = check_scaler(state)
-    loss_finite = _as_flag(loss_finite, "loss_finite")
     # Gradients of a loss that is not finite are not finite either, so they tell nothing
-    # about the scale.
-    finite = loss_finite & _as_flag(grads_finite, "grads_finite")
+    # about the scale. JAX refuses floats here, such as a loss instead of its flag.
+    finite = jnp.bitwise_and(loss_finite, grads_finite)
     falls = loss_finite & ~finite
     scale, factor, count = state["scaler"], state["adjust_factor"], state["count"]
     grows = finite & (count >= state["patience"])
@@ -176,16 +173,6 @@ def update_scaler(
         "scaler": jnp.fmin(jnp.fmax(scale, LOWEST), HIGHEST),
         "count": jnp.where(falls | grows, 0, count),
     }
-
-
-def _as_flag(value: Any, name: str) -> Array:
-    """Returns bool[]. As a bool, a loss or a gradient would be True unless it is 0."""
-    if describe(value) != "bool[]":
-        raise TypeError(
-            f"update_scaler: {name} is {describe(value)}; expected True, False or "
-            f"bool[]. Pass flax_amp.all_finite({name.partition('_')[0]})."
-        )
-    return jnp.asarray(value)
 
 
 def check_scaler(state: Any, name: str = "scaler", *, wait: bool = False) -> Scaler:
@@ -200,28 +187,19 @@ def check_scaler(state: Any, name: str = "scaler", *, wait: bool = False) -> Sca
             f"{name} {seen}; expected a dict of {sorted(KEYS)}. Pass "
             "flax_amp.init_scaler(), or flax_amp.no_scaler() for bfloat16."
         )
-    for key, value in state.items():
+    unchecked = jax.core.Tracer if wait else Array  # a tracer is an Array, too
+    for key, (dtype, low, high) in KEYS.items():
+        value, kind = state[key], "a number" if dtype == jnp.float32 else "an integer"
         if not _tree.is_numeric(value) or jnp.shape(value) != ():
             raise ValueError(
                 f"{name}[{key!r}] is {describe(value)}; expected a scalar number. To "
                 "use several scalers at once, use jax.vmap."
             )
-    unchecked = jax.core.Tracer if wait else Array  # a tracer is an Array, too
-    known = {key: x for key, x in state.items() if not isinstance(x, unchecked)}
-    if wrong := values_out_of_range(known):
-        raise ValueError(f"{name}: {', '.join(wrong)}. Correct these values.")
-    return {key: jnp.asarray(state[key], dtype) for key, (dtype, *_) in KEYS.items()}
-
-
-def values_out_of_range(state: Mapping[str, Any]) -> list[str]:
-    """Describes each value of a scaler that is out of its range, with that range."""
-    wrong = []
-    for key, (dtype, low, high) in KEYS.items():
-        if key not in state:
+        if isinstance(value, unchecked):
             continue
-        value = np.asarray(state[key]).item()
-        if not low <= value <= high or (dtype == jnp.int32 and int(value) != value):
-            kind = "a number" if dtype == jnp.float32 else "an integer"
-            between = f"{kind} between {low:g} and {high:g}"
-            wrong.append(f"{key}={value!r} (expected {between})")
-    return wrong
+        seen = np.asarray(value).item()
+        if not low <= seen <= high or (dtype == jnp.int32 and int(seen) != seen):
+            raise ValueError(
+                f"{name}: {key}={seen!r}; expected {kind} between {low:g} and {high:g}."
+            )
+    return {key: jnp.asarray(state[key], dtype) for key, (dtype, *_) in KEYS.items()}

@@ -1,10 +1,9 @@
-"""The call of a step that donates its state: its memory becomes that of the new one.
+"""The call of a step that donates its state: its memory becomes that of the new one."""
 
-Nothing here walks over the leaves of what the last step left, unless a call has failed.
-"""
-
+import contextlib
 import re
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -37,15 +36,19 @@ def copy_aliases(donated: PyTree, others: PyTree) -> PyTree:
     return jax.tree.map(own, donated)
 
 
-def reraise_with_path(error: Exception, caller: str, **arguments: PyTree) -> NoReturn:
-    """Raises the error of a step again; if JAX refused an array, it says which one."""
-    is_deleted, is_donated = (x.match(str(error)) for x in (_DELETED, _DONATED))
-    if is_deleted:
-        for name, argument in arguments.items():
-            check_not_deleted(caller, name, argument, error)
-    if is_deleted or is_donated:
-        raise ValueError(f"{caller}: {error}. {_HINT}") from error
-    raise error
+@contextlib.contextmanager
+def naming_arrays(caller: str, **arguments: PyTree) -> Iterator[None]:
+    """If JAX refuses an array in the call of a step, the error says which one."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        is_deleted, is_donated = (x.match(str(error)) for x in (_DELETED, _DONATED))
+        if is_deleted:
+            for name, argument in arguments.items():
+                check_not_deleted(caller, name, argument, error)
+        if is_deleted or is_donated:
+            raise ValueError(f"{caller}: {error}. {_HINT}") from error
+        raise
 
 
 def check_not_deleted(

@@ -1,8 +1,4 @@
-"""`AmpTrainState`: Flax's `TrainState` with the scaler and all other state of a run.
-
-From the start every leaf is a strongly typed `jax.Array`, so a step is traced once. No
-leaf shares its memory with another array, so donating the state deletes no other one.
-"""
+"""`AmpTrainState`: Flax's `TrainState` with the scaler and all other state of a run."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -12,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import core, nnx, serialization, struct
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 from jax.typing import DTypeLike
 
@@ -25,10 +20,9 @@ from flax_amp._training.optimizer import (
     skipping,
     store_in_half,
 )
-from flax_amp._training.scaler import Scaler, check_scaler, first_scaler
+from flax_amp._training.scaler import Scaler, first_scaler
 from flax_amp.policy import Precision, long_word
 
-Filter = nnx.filterlib.Filter
 # The user's subclass of the state, which functions return as they got it.
 StateT = TypeVar("StateT", bound="AmpTrainState")
 
@@ -37,7 +31,7 @@ class AmpTrainState(train_state.TrainState):
     """A train state for mixed precision, for Linen and for NNX models.
 
     To add fields, subclass it, as you would `TrainState`. A skipped step leaves them as
-    they were. What is not listed here is what it is in `TrainState` or in `create`.
+    they were. For what is not listed here, see `create`.
 
     Attributes:
       step: int32[], the number of steps, skipped ones included.
@@ -45,7 +39,6 @@ class AmpTrainState(train_state.TrainState):
         nested dict of plain arrays.
       opt_state: an `optax.ApplyIfFiniteState`, which also has the fields of the state
         of the optimizer inside: `opt_state.hyperparams`, `opt_state.inner_states`.
-      scaler: the loss scaler, a dict as from `flax_amp.init_scaler`.
       variables: every other collection; of NNX, the state that does not train, such as
         random streams and, with `wrt`, frozen parameters.
       graphdef: the structure of the NNX model; `None` for Linen.
@@ -69,7 +62,7 @@ class AmpTrainState(train_state.TrainState):
         params: PyTree = None,
         tx: Any,
         model: nnx.Module | None = None,
-        wrt: Filter = nnx.Param,
+        wrt: nnx.filterlib.Filter = nnx.Param,
         variables: Mapping[str, PyTree] | None = None,
         rngs: Mapping[str, Array] | None = None,
         precision: Precision = "bf16-mixed",
@@ -125,7 +118,7 @@ class AmpTrainState(train_state.TrainState):
                     f"{name}: got model together with params or variables; expected "
                     "model alone, which holds both. Drop the others."
                 )
-            graphdef, params, variables = split_model(model, wrt)
+            graphdef, params, variables = split_model(model, wrt).values()
             check_selection(params, wrt, name)
         else:
             if wrt is not nnx.Param:
@@ -142,12 +135,11 @@ class AmpTrainState(train_state.TrainState):
         if is_half:
             params, tx = store_in_half(params, tx)
         making, updating = skipping(tx, params)
-        given = first_scaler(precision) if scaler is None else scaler
         state = super().create(
             apply_fn=apply_fn,
             params=jax.tree.map(_tree.strong_copy, params),
             tx=making,
-            scaler=check_scaler(given, f"{name}: scaler", wait=True),
+            scaler=first_scaler(precision, scaler, f"{name}: scaler"),
             variables=core.unfreeze(dict(variables or {})),
             # A key of jax.random.PRNGKey has no type yet.
             rngs={
@@ -158,8 +150,8 @@ class AmpTrainState(train_state.TrainState):
             precision=precision,
             **kwargs,
         )
-        # The `init` of an optimizer may return the parameters themselves. All leaves
-        # are copied, because one buffer must not be donated twice.
+        # With strong types, a step is traced once. All leaves are copied, because the
+        # `init` of an optimizer may return the parameters: no buffer is donated twice.
         return jax.tree.map(_tree.strong_copy, state).replace(
             step=jnp.zeros((), jnp.int32), tx=updating
         )
@@ -169,21 +161,16 @@ class AmpTrainState(train_state.TrainState):
     ) -> Self:
         """Returns the state after one update; see `flax.training.train_state`.
 
-        Gradients that are not finite change neither parameters nor fp8 statistics. With
-        `finite=True` nothing is checked: so the training step calls it, which selects.
+        Gradients that are not finite do not change the parameters. With `finite=True`
+        nothing is checked: so the training step calls it, which selects.
         """
         tx = self.tx
         if finite is not None:
             update = functools.partial(tx.update, finite=finite)
             tx = optax.GradientTransformationExtraArgs(tx.init, update)
-        new = train_state.TrainState.apply_gradients(
-            self.replace(tx=tx), grads=grads, **kwargs
-        ).replace(tx=self.tx)
-        name = OVERWRITE_WITH_GRADIENT
-        if finite is None and isinstance(grads, Mapping) and name in grads:
-            kept = _tree.all_finite(grads), new.params[name], self.params[name]
-            new = new.replace(params={**new.params, name: _tree.select(*kept)})
-        return new
+        now = self.replace(tx=tx)
+        new = train_state.TrainState.apply_gradients(now, grads=grads, **kwargs)
+        return new.replace(tx=self.tx)
 
     @property
     def hyperparams(self) -> dict[str, Array]:
@@ -221,17 +208,15 @@ class AmpTrainState(train_state.TrainState):
         return nnx.merge(graphdef, params, variables)
 
 
-def split_model(
-    model: nnx.Module, wrt: Filter
-) -> tuple[nnx.GraphDef[Any], PyTree, PyTree]:
-    """Returns `(graphdef, params, variables)` of a module, the last two as plain dicts.
+def split_model(model: nnx.Module, wrt: nnx.filterlib.Filter) -> dict[str, Any]:
+    """Returns `graphdef`, `params` and `variables` of a module, the last two as dicts.
 
     An `nnx.State` would hold Variable objects, which a merge outside of `jit` shares
     and changes. With dicts, the paths on disk are those of a Linen model.
     """
     graphdef, *states = nnx.split(model, wrt, ...)
     params, variables = map(nnx.to_pure_dict, states)
-    return graphdef, params, variables
+    return dict(graphdef=graphdef, params=params, variables=variables)
 
 
 def bare_state(cls: type[StateT], **given: Any) -> StateT:

@@ -1,8 +1,4 @@
-"""`make_train_step` and `make_eval_step`: the steps of an `AmpTrainState`.
-
-A sharp edge: `state.step` counts skipped steps, but the counts inside `opt_state` do
-not. `schedule(state.step)` is then ahead of the rate that the optimizer uses.
-"""
+"""`make_train_step` and `make_eval_step`: the steps of an `AmpTrainState`."""
 
 import functools
 import weakref
@@ -18,8 +14,8 @@ from flax_amp._training import AxisName, Metrics, PyTree, UserFn
 from flax_amp._training.arguments import Options, check_options, check_type
 from flax_amp._training.core import run_step
 from flax_amp._training.loss import call_user_fn, fold_in, in_precision
-from flax_amp._training.scaler import warn_if_unscaled
-from flax_amp._training.step_call import copy_aliases, reraise_with_path
+from flax_amp._training.scaler import check_scaled
+from flax_amp._training.step_call import copy_aliases, naming_arrays
 from flax_amp._training.train_state import (
     AmpTrainState,
     StateT,
@@ -107,7 +103,8 @@ def make_train_step(
       - `hyperparams/learning_rate` and so on, if `tx` is of `flax_amp.optim` or of
         `optax.inject_hyperparams`: the values that the last update used.
       - the entries of `metrics_fn`, and those of `aux`, if that is a dict whose keys
-        are strings (one with the name of another metric as `aux/<name>`), or `aux`.
+        are strings, or `aux`. One with the name of a metric that stands above becomes
+        `metrics_fn/<name>` or `aux/<name>`.
 
     Raises:
       TypeError, ValueError: if an argument is none of these; when called, if the state,
@@ -128,51 +125,40 @@ def make_train_step(
     of_passes = has_aux, redo_on_nan, accum_steps, axis_name, metrics_fn
     options = Options("make_train_step", loss_fn, precision, amp_policy, *of_passes)
     options = check_options(options)
-
-    @rewritten
-    def train_step(
-        state: StateT, batch: PyTree, *args: PyTree
-    ) -> tuple[StateT, Metrics]:
-        check_type(state, AmpTrainState, "train_step: state", _A_STATE)
-        return run_step(options, state, batch, args)
-
     if not jit and state_shardings is not None:
         raise ValueError(
             "make_train_step: got state_shardings with jit=False; expected only one of "
             "them. Pass out_shardings=(state_shardings, None) to jax.jit yourself."
         )
-    if not jit:
-        return train_step
-    # Inside of `jit` the sharding of the old state is not known: the caller passes it.
-    donated, shardings = (0,) if donate else (), (state_shardings, None)
-    jitted = jax.jit(train_step, donate_argnums=donated, out_shardings=shardings)
-    return _with_state_checks(jitted, options.precision, donate)
+    step: Any = functools.partial(run_step, options)
+    step.__name__ = "train_step"  # which profiles show
+    if jit:
+        # Inside of `jit` the sharding of the old state is not known.
+        donated, shardings = (0,) if donate else (), (state_shardings, None)
+        step = jax.jit(step, donate_argnums=donated, out_shardings=shardings)
+    last: Any = None  # a reference to what the last call returned
 
-
-def _with_state_checks(jitted: Any, precision: Precision | None, donates: bool) -> Any:
-    """Returns a jitted step that checks a state unless its last call returned it."""
-    last = None  # a reference to what the last call returned
-
-    @functools.wraps(jitted)
-    def train_step(state: Any, batch: PyTree, *args: PyTree) -> Any:
+    @rewritten
+    def train_step(
+        state: StateT, batch: PyTree, *args: PyTree
+    ) -> tuple[StateT, Metrics]:
         nonlocal last
         if last is None or last() is not state:
+            check_type(state, AmpTrainState, "train_step: state", _A_STATE)
             # Nothing is compiled before the first call that is not traced.
-            if isinstance(state, AmpTrainState) and not jitted._cache_size():
-                used = precision or state.precision
-                warn_if_unscaled(used, state.scaler, stacklevel=3)
-            if donates:
+            if jit and not step._cache_size():
+                check_scaled(options.precision or state.precision, state.scaler)
+            if jit and donate:
                 state = copy_aliases(state, (batch, args))
-        try:
-            new, metrics = jitted(state, batch, *args)
-        except (RuntimeError, ValueError) as error:
-            reraise_with_path(error, "train_step", state=state, batch=batch, args=args)
+        with naming_arrays("train_step", state=state, batch=batch, args=args):
+            new, metrics = step(state, batch, *args)
         last = weakref.ref(new)
         return new, metrics
 
     # As a function of `jax.jit` has them.
     for name in ("lower", "trace", "eval_shape", "clear_cache", "_cache_size"):
-        setattr(train_step, name, getattr(jitted, name))
+        if jit:
+            setattr(train_step, name, getattr(step, name))
     return train_step
 
 
@@ -194,8 +180,8 @@ def make_eval_step(
     Returns:
       `eval_step(state, batch, *args)`, or `eval_step(model, batch, *args)`, which
       returns what `fn` returns. It raises a TypeError if the state is neither an
-      `AmpTrainState` nor a module, and, with `jit=True`, a ValueError if `fn` changes
-      modules among its inputs.
+      `AmpTrainState` nor a module, and a ValueError if `fn` changes modules among its
+      inputs.
 
     Example:
       >>> import jax.numpy as jnp
@@ -206,13 +192,10 @@ def make_eval_step(
       (4, 1)
     """
     options = check_options(Options("make_eval_step", fn, precision, amp_policy))
-    flags = dict(evaluate=True, may_change_inputs=not jit)
 
     def evaluate(state: AmpTrainState, batch: PyTree, *args: PyTree) -> Any:
-        def pure(params: PyTree, variables: PyTree, *inputs: PyTree) -> Any:
-            now = state.replace(params=params, variables=variables)
-            batch, rngs, *args = inputs
-            return call_user_fn(options, now, batch, rngs, tuple(args), **flags)[1]
+        def pure(*inputs: PyTree) -> Any:
+            return call_user_fn(options, state, *inputs, evaluate=True)[1]
 
         # As in a training step: other numbers in each step, the same ones in a rerun.
         rngs = fold_in(state.rngs, state.step)
@@ -225,13 +208,9 @@ def make_eval_step(
     @rewritten
     def eval_step(state: Any, batch: PyTree, *args: PyTree) -> Any:
         if isinstance(state, nnx.Module):
-            graphdef, params, variables = split_model(state, nnx.Param)
-            of_model = dict(graphdef=graphdef, params=params, variables=variables)
-            state = bare_state(AmpTrainState, **of_model)
+            state = bare_state(AmpTrainState, **split_model(state, nnx.Param))
         check_type(state, AmpTrainState, "eval_step: state", _A_STATE)
-        try:
+        with naming_arrays("eval_step", state=state, batch=batch, args=args):
             return run(state, batch, *args)
-        except (RuntimeError, ValueError) as error:
-            reraise_with_path(error, "eval_step", state=state, batch=batch, args=args)
 
     return eval_step

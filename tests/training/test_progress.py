@@ -74,14 +74,12 @@ SLOW = init_scaler(adjust_factor=1.1)
 LOW = init_scaler(scaler=2.0**-22)
 
 # What is said of each kind of run.
-NO_SCALE = "No loss scale helps"
 RUNS = [
-    (grads_loss, jnp.nan, "16-mixed", None, 20, f"loss is not finite. {NO_SCALE}"),
-    (grads_loss, jnp.nan, "bf16-mixed", None, 20, "loss is not finite. The param"),
+    (grads_loss, jnp.nan, "16-mixed", None, 20, "loss is not finite, .* scale changes"),
     (stats_loss, jnp.inf, "32-true", None, 20, "updated variables"),
-    (sqrt_loss, 1.0, "16-mixed", None, 50, "there is no lower scale .*stop_gradient"),
+    (sqrt_loss, 1.0, "16-mixed", None, 50, "those of a sqrt, .*stop_gradient"),
     (sqrt_loss, 1.0, "bf16-mixed", None, 20, "those of a sqrt, .*stop_gradient"),
-    (sqrt_loss, 1.0, "16-mixed", LOW, 20, "no lower scale"),
+    (sqrt_loss, 1.0, "16-mixed", LOW, 20, "those of a sqrt"),
     (sqrt_loss, 1.0, "16-mixed", SLOW, 50, "has not ended"),
 ]
 
@@ -115,7 +113,7 @@ def frozen_loss(params, batch):
 
 
 def test_names_the_gradients_that_are_not_finite():
-    """Also in a sweep, and those of a parameter that its optimizer freezes."""
+    """Also those of a parameter that its optimizer freezes."""
     params = {"w": jnp.ones(2), "layers": [{}, {"frozen": jnp.ones(2)}]}
     labels = {"w": "on", "layers": "off"}
     tx = optax.multi_transform({"on": TX, "off": optax.set_to_zero()}, labels)
@@ -131,19 +129,6 @@ def test_names_the_gradients_that_are_not_finite():
     told = r"stop_gradient .* Not finite are the gradients of layers/1/frozen\."
     with pytest.raises(StuckError, match=told):
         check_progress(state, metrics | flags)
-    runs = jax.tree.map(lambda x: jnp.stack([x, x]), (state, metrics | flags))
-    with pytest.raises(StuckError, match=f"of run 0 .*{told}"):
-        check_progress(*runs)
-    several = {f"grads_finite/{i}": jnp.bool_(i == 3) for i in range(9)}
-    with pytest.raises(StuckError, match="gradients of 0, 1, 2, 4, 5 and 3 more."):
-        check_progress(state, metrics | several)
-
-    # The advice: what does not train is not differentiated.
-    def loss(params, batch):
-        return frozen_loss(jax.lax.stop_gradient(params) | {"w": params["w"]}, batch)
-
-    _, metrics = run(AmpTrainState.create(**made), jnp.float32(1), loss=loss)
-    assert metrics["grads_finite"]
 
 
 def test_a_state_that_a_later_step_has_deleted():
@@ -168,15 +153,11 @@ def test_a_search_from_the_highest_to_the_lowest_scale_is_no_alarm():
     check_progress(state, metrics)
 
 
-def test_tells_step_scale_and_loss():
-    """The loss only if it is known, and also a scaler that cannot work."""
+def test_tells_step_and_loss_if_it_is_known():
     state, metrics = run(make_state(no_scaler()), GOOD, *[BAD] * 25)
-    # As plain Orbax calls restore it, unchecked.
-    broken = state.replace(scaler=state.scaler | {"adjust_factor": jnp.float32(0.5)})
     for told, *seen in [
         (r"last 25 steps were skipped.* \(step 26, loss nan, 25 steps", state, metrics),
-        (r"\(step 26, 25 steps skipped in all\)", state),
-        (r"adjust_factor=0.5 \(expected a number between 1", broken, metrics),
+        (r"\(step 26, 25 steps skipped in all\). Pass the metrics", state),
     ]:
         with pytest.raises(StuckError, match=told):
             check_progress(*seen)
@@ -189,26 +170,17 @@ def test_is_silent_otherwise(start):
         check_progress(*run(make_state(start), *batches))
 
 
-@pytest.mark.parametrize("scanned", [False, True])
-def test_one_of_several_runs(scanned):
-    """A sweep by vmap: the first stuck run is told, of the metrics of the last step.
-
-    An epoch in one scan gives the metrics of all steps: [steps, runs].
-    """
-    step = jax.vmap(make_train_step(loss_fn, jit=False))
-    states = jax.tree.map(lambda x: jnp.stack([x] * 3), make_state(no_scaler()))
-    batches = jnp.stack([jnp.stack([GOOD, BAD, GOOD])] * 20)
-    if scanned:
-        states, metrics = jax.lax.scan(step, states, batches)
-        assert metrics["loss"].shape == (20, 3)
-    else:
-        step = jax.jit(step)
-        for batch in batches:
-            states, metrics = step(states, batch)
-    told = "last 20 steps of run 1 .*step 20, loss nan.*The loss"
-    with pytest.raises(StuckError, match=told):
-        check_progress(states, metrics)
-    check_progress(states, metrics, max_skips=21)
+def test_an_epoch_in_a_scan_and_one_of_several_runs():
+    """The metrics are those of all steps, of which the last one counts."""
+    step = make_train_step(loss_fn, jit=False)
+    epoch = functools.partial(jax.lax.scan, step, make_state(no_scaler()))
+    state, metrics = epoch(jnp.stack([GOOD] + [BAD] * 20))
+    with pytest.raises(StuckError, match="last 20 steps .*step 21, loss nan.*The loss"):
+        check_progress(state, metrics)
+    check_progress(state, metrics, max_skips=21)
+    runs = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+    with pytest.raises(StuckError, match="step 21, 20 steps skipped in all"):
+        check_progress(runs)
 
 
 @pytest.mark.parametrize("scaled", [True, False])

@@ -173,15 +173,6 @@ def test_argnums_as_in_jax(argnums, filter):
     jax.tree.map(np.testing.assert_array_equal, grads, expected)
 
 
-def test_integer_parameters_without_filter_are_jax():
-    def call(**options):
-        grad_fn = dynamic_scale_grad(lambda x: x * 1.0, filter=False, **options)
-        return grad_fn(1, dynamic_scaler_state=init_scaler())[1]
-
-    raised(call, TypeError, "int32")
-    assert call(allow_int=True).dtype == jax.dtypes.float0
-
-
 def test_vmap_over_scalers_of_a_gradient_that_retries():
     states = jax.vmap(lambda scale: init_scaler(scaler=scale))(
         jnp.array([2.0**15, 2.0**10])

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from _models import changed
 from _steps import linear_batch, linear_loss, linear_objects, linear_state, raised
 from flax_amp import (
     AmpOptimizer,
@@ -103,13 +102,12 @@ def test_a_broken_scale_recovers(broken):
 # What it refuses
 
 OUT_OF_RANGE = [
-    (dict(scaler=0.0), r"scaler=0.0 \(expected a number between 5.96046e-08 and 1.6"),
+    (dict(scaler=0.0), "scaler=0.0; expected a number between 5.96046e-08 and 1.6"),
     (dict(scaler=np.nan), "scaler=nan"),
     (dict(scaler=2.0**30), "scaler=1073741824.0"),
     (dict(adjust_factor=0.5), "adjust_factor=0.5"),
     (dict(adjust_factor=np.inf), "adjust_factor=inf"),
-    (dict(patience=1.5), "patience=1.5 .expected an integer between 0"),
-    (dict(patience=-1, adjust_factor=0.5), "patience=-1.*adjust_factor=0.5"),
+    (dict(patience=1.5), "patience=1.5; expected an integer between 0"),
     (dict(count=-5), "count=-5"),
 ]
 GRAD_FN = dynamic_scale_grad(linear_loss)
@@ -158,17 +156,6 @@ def test_arrays_are_not_waited_for_later_on():
 # In loops of the user's own
 
 
-@pytest.mark.parametrize("flag", [{"w": X}, X > 0, X[0], 1, 0.0, None, "yes"], ids=str)
-def test_flags_that_are_no_flags(flag):
-    for name, call in [
-        ("grads_finite", lambda: update_scaler(init_scaler(), flag)),
-        ("loss_finite", lambda: update_scaler(init_scaler(), True, loss_finite=flag)),
-    ]:
-        advice = rf"Pass flax_amp.all_finite\({name[:5].rstrip('_')}\)"
-        message = f"update_scaler: {name} is .*; expected True, False or bool.*{advice}"
-        raised(call, TypeError, message)
-
-
 def test_flags():
     call = functools.partial(update_scaler, init_scaler())
     for yes in (True, np.True_, np.array(True), jnp.array(True)):
@@ -176,6 +163,8 @@ def test_flags():
             assert call(yes)["count"] == 1
             assert call(no)["scaler"] == 2.0**14
             assert call(yes, loss_finite=no)["scaler"] == 2.0**15
+    for flag in (X[0], 1.0, None, {"w": X}):  # such as a loss instead of its flag
+        raised(lambda flag=flag: call(flag), TypeError, "and .*accept|bitwise_and")
 
 
 @pytest.mark.parametrize("number", [float, np.float32, np.float64, np.array, jnp.array])
@@ -189,17 +178,7 @@ def test_numbers_are_leaves(number):
     assert not all_finite([0, number(jnp.nan)])
 
 
-# Leaf helpers, on every kind of leaf
-
-LEAVES = {
-    "float": jnp.array([-0.0, 1.5]),
-    "half": jnp.ones(2, jnp.bfloat16),
-    "int": jnp.arange(3),
-    "flag": jnp.array(True),
-    "key": jax.random.key(0),
-    "none": None,
-}
-OTHERS = LEAVES | {"float": jnp.zeros(2), "key": jax.random.key(1)}
+LEAVES = {"w": jnp.ones(2), "n": jnp.arange(3), "key": jax.random.key(0), "none": None}
 
 
 @pytest.mark.parametrize(
@@ -218,10 +197,3 @@ OTHERS = LEAVES | {"float": jnp.zeros(2), "key": jax.random.key(1)}
 def test_all_finite(tree, finite):
     flag = _tree.all_finite(tree)
     assert (flag.dtype, flag.shape, bool(flag)) == (jnp.bool_, (), finite)
-
-
-def test_select_keeps_every_bit():
-    for choose in (_tree.select, jax.jit(_tree.select)):
-        assert not changed(choose(True, LEAVES, OTHERS), LEAVES)
-        assert not changed(choose(False, LEAVES, OTHERS), OTHERS)
-    assert changed(LEAVES, OTHERS) == {"['float']", "['key']"}

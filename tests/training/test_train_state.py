@@ -117,9 +117,6 @@ def test_integers_and_fp8_statistics_stay_out_of_the_optimizer():
         assert after["_overwrite_with_gradient"] == {"s": 5.0}
         assert changed(state.params["params"], after["params"]) == {"['w']"}
         assert after["params"]["table"].dtype == jnp.int32
-    grads["_overwrite_with_gradient"]["s"] = jnp.float32(jnp.nan)
-    after = state.apply_gradients(grads=grads).params
-    assert after["_overwrite_with_gradient"] == {"s": 1.0}
 
 
 def test_shardings_of_the_parameters_are_kept(mesh):
@@ -215,13 +212,8 @@ def test_a_run_goes_on():
 
 
 @pytest.mark.once
-def test_what_does_not_fit():
-    state = linear_state(rngs=keys())
-    saved, restore = serialization.to_state_dict(state), serialization.from_state_dict
+def test_keys_of_another_implementation():
+    saved = serialization.to_state_dict(linear_state(rngs=keys()))
     rbg = linear_state(rngs=keys("rbg"))
     told = r"key_data.shape to end with \(4,\); got shape=\(2,\)"
-    raised(lambda: restore(rbg, saved), TypeError, told)
-    told = "Unknown field.*ema.*AmpTrainState"
-    raised(lambda: restore(state, saved | {"ema": 1}), ValueError, told)
-    told = "do not match|Missing field"
-    raised(lambda: restore(extended(), saved), ValueError, told)
+    raised(lambda: serialization.from_state_dict(rbg, saved), TypeError, told)
