@@ -1,10 +1,6 @@
 """Diagnostics: what mixed precision does to a program, and why.
 
-`explain` tells which equation of which module runs in which dtype, what decided so, and
-what a person has to act on. `find_nonfinite` names the equation that made an inf or a
-NaN. `compare_precision` tells how far gradients are from those in float32, and what
-helps. `measure` tells what a step takes in each precision. Nothing here is needed for
-training, and nothing else in the package imports it. See README.md in this folder.
+Nothing here is needed for training. See README.md in this folder.
 """
 
 from flax_amp.debug._compare import Comparison as Comparison

@@ -1,9 +1,4 @@
-"""The one way to call the tools of this room, and the user's call as pure functions.
-
-Each is called as `tool(loss_fn)(*args)`; as `tool(state, loss_fn, batch, *args)` with
-what the step of `make_train_step` takes; or as `tool((model, optimizer), loss_fn,
-batch, *args)` for `make_nnx_train_step`. The other ways become the first one here.
-"""
+"""The ways to call the tools, all as `tool(loss_fn)(*args)`, and calls as functions."""
 
 import dataclasses
 import functools
@@ -25,8 +20,7 @@ from flax_amp._compat import Array, DType
 from flax_amp._rewriter.fp8 import check_device
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.rewritten import refuse_rewritten
-from flax_amp._rewriter.transform import Options as OfAmp
-from flax_amp._rewriter.transform import TracedCall, trace_call
+from flax_amp._rewriter.transform import Options, TracedCall, trace_call
 from flax_amp._training.arguments import declared_keywords
 from flax_amp._training.loss import check_loss, fold_in
 from flax_amp._training.optimizer import AmpOptimizer
@@ -47,7 +41,7 @@ Loss = Callable[..., Any]
 Trained = AmpTrainState | tuple[nnx.Module, nnx.Optimizer[Any]]
 
 
-class Options(OfAmp, total=False):
+class ToolOptions(Options, total=False):
     """The options of the tools; all take those of `flax_amp.amp`."""
 
     backward: bool  # of `explain`
@@ -63,15 +57,13 @@ _HOLDERS = AmpTrainState | AmpOptimizer
 class Tool(Protocol[R_co]):
     """What can be called in each of the ways."""
 
-    __name__: str
-
     @overload
     def __call__(
-        self, fun: Trained, /, *step: Any, **options: Unpack[Options]
+        self, fun: Trained, /, *step: Any, **options: Unpack[ToolOptions]
     ) -> R_co: ...
     @overload
     def __call__(
-        self, fun: Loss, /, **options: Unpack[Options]
+        self, fun: Loss, /, **options: Unpack[ToolOptions]
     ) -> Callable[..., R_co]: ...
 
 
@@ -191,8 +183,8 @@ class Asked:
             given = self.holder.scaler["scaler"][...]
         if not 0 < np.max(given) < math.inf:
             raise ValueError(
-                f"{self.where}: scale is {given!r}; expected a positive number, by "
-                "which the loss is multiplied. Leave it out for that of the state."
+                f"{self.where}: scale is {given!r}; expected a positive factor of the "
+                "loss, or nothing for that of the state."
             )
         return float(np.max(given))
 
@@ -258,6 +250,7 @@ class Call(FunctionalCall):
     def __init__(self, asked: Asked, args: Any, kwargs: Any):
         super().__init__(asked.fun, args, kwargs, open_scopes=True, caller=asked.where)
         self.asked = asked
+        self._numbers = range(len(self.inputs))  # in the places of its inputs
         self._is_array = [_tree.is_array(x) for x in self.inputs]
         self.arrays = _tree.pick(self.inputs, self._is_array)
         self.paths = self._paths()
@@ -284,18 +277,14 @@ class Call(FunctionalCall):
         return trace_call(of_arrays, policy, dtype)
 
     def _paths(self) -> list[str]:
-        args, kwargs = self._rebuilt(nnx.to_pure_dict)
+        args, kwargs = self.rebuild_arguments(self._numbers, nnx.to_pure_dict)
         named = inspect.signature(self.fun).bind(*args, **kwargs).arguments
         paths = {
             index: jax.tree_util.keystr(path, simple=True, separator="/")
             for path, index in jax.tree_util.tree_leaves_with_path(dict(named))
         }
-        every = [paths.get(i, "") for i in range(len(self.inputs))]
+        every = [paths.get(i, "") for i in self._numbers]
         return _tree.pick(every, self._is_array)
-
-    def _rebuilt(self, of_module: Callable[[nnx.State], Any]) -> tuple[Any, Any]:
-        """Returns `(args, kwargs)` with the number of each input in its place."""
-        return self.rebuild_arguments(list(range(len(self.inputs))), of_module)
 
     def gradients(self, loss: Loss) -> Callable[[Any, Sequence[Array]], Any]:
         """Returns the gradient of a function of the arrays, whose first result counts.
@@ -324,7 +313,8 @@ class Call(FunctionalCall):
         def params(state: nnx.State) -> Any:
             return nnx.to_pure_dict(nnx.filter_state(state, self.asked.wrt))
 
-        first = set(jax.tree.leaves(self._rebuilt(params)[0][:1]))
+        args, _ = self.rebuild_arguments(self._numbers, params)
+        first = set(jax.tree.leaves(args[:1]))
         every = [i in first and _tree.is_inexact(x) for i, x in enumerate(self.inputs)]
         found = _tree.pick(every, self._is_array)
         if not any(found):

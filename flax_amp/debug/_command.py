@@ -8,64 +8,49 @@ import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
-from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._compare import compare_precision
 from flax_amp.debug._explain import ONLY, explain
 from flax_amp.debug._measure import measure
 from flax_amp.debug._nonfinite import find_nonfinite
 from flax_amp.policy import Precision
 
-_FORMS = (
-    "(loss_fn, args) with a tuple of arguments",
-    "(state, loss_fn, batch, *args)",
-    "((model, optimizer), loss_fn, batch, *args)",
-)
 _TARGET = """MODULE is a module, or the path of its file. It is imported: keep training
 under `if __name__ == "__main__":`. FUNCTION, by default to_explain, takes nothing and
 returns what is asked about, with the loss before amp:
-  {}
+  (loss_fn, args) with a tuple of arguments
+  (state, loss_fn, batch, *args)
+  ((model, optimizer), loss_fn, batch, *args)
 For explain, arrays may be shapes (jax.ShapeDtypeStruct, jax.eval_shape).
-""".format("\n  ".join(_FORMS))
-_PRECISION = dict(choices=get_args(Precision), help="by default that of the state")
+The exit code is 1 if there is something to act on, and 2 for an error.
+"""
+_PRECISION = {
+    "precision": dict(choices=get_args(Precision), help="by default that of the state")
+}
 _SCALE = dict(type=float, help="of the loss; by default that of the state")
-_ONLY = dict(choices=ONLY, help="a part of the report")
+_NUMERIC = _PRECISION | {"scale": _SCALE}
+_ONLY = {"only": dict(choices=ONLY, help="a part of the report")}
 
-# What a command tells, its tool, which results exit with 1, and its options.
-_COMMANDS: dict[str, tuple[str, Any, Callable[[Any], bool], dict[str, Any]]] = {
-    "explain": (
-        "tell which module runs in which dtype, and why; exit with 1 for a problem",
-        explain,
-        lambda found: bool(found.problems),
-        {"precision": _PRECISION, "only": _ONLY},
-    ),
-    "nonfinite": (
-        "name what made an inf or a NaN; exit with 1 if there is one",
-        find_nonfinite,
-        lambda found: found.verdict != "nothing",
-        {"precision": _PRECISION, "scale": _SCALE},
-    ),
+# The tool of a command, which results exit with 1, and options.
+_COMMANDS: dict[str, tuple[Any, Callable[[Any], Any], dict[str, Any]]] = {
+    "explain": (explain, lambda x: x.problems, _PRECISION | _ONLY),
+    "nonfinite": (find_nonfinite, lambda x: x.verdict != "nothing", _NUMERIC),
     "compare": (
-        "compare gradients with those in float32; exit with 1 if they differ too much",
         compare_precision,
-        lambda found: found.as_it_is.gradient_error > found.threshold,
-        {"precision": _PRECISION, "scale": _SCALE},
+        lambda x: x.as_it_is.gradient_error > x.threshold,
+        _NUMERIC,
     ),
-    "measure": (
-        "time steps in float32, bfloat16 and float16 on this device",
-        measure,
-        lambda found: False,
-        {},
-    ),
+    "measure": (measure, lambda _: False, {}),
 }
 
 
 def add_commands(commands: Any) -> None:
     """Adds the commands to the parsers of all commands."""
-    for name, (text, tool, is_bad, options) in _COMMANDS.items():
+    for name, (tool, is_bad, options) in _COMMANDS.items():
+        text = (tool.__doc__ or "").partition("\n")[0]
         command = commands.add_parser(
             name,
             help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
+            description=text,
             epilog=_TARGET,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -74,21 +59,25 @@ def add_commands(commands: Any) -> None:
             command.add_argument(f"--{option}", **given)
         if name != "explain":  # it runs the program on the device that is here
             command.set_defaults(platforms=None)
-        command.set_defaults(run=functools.partial(_run, tool, is_bad))
+        command.set_defaults(run=functools.partial(_report, tool, is_bad))
 
 
-def _run(tool: Any, is_bad: Callable[[Any], bool], args: argparse.Namespace) -> int:
+def _report(tool: Any, is_bad: Callable[[Any], Any], args: argparse.Namespace) -> int:
     """Returns the exit code; prints one line for an error, and returns 2."""
-    given = {k: v for k, v in vars(args).items() if k in ("precision", "scale")}
+    options = {k: v for k, v in vars(args).items() if k in ("precision", "scale")}
     try:
-        found = _call(tool, _returned_by(args.target), given)
+        match _returned_by(args.target):
+            case (fun, tuple() as given):
+                found = tool(fun, **options)(*given)
+            case of_step:
+                found = tool(*of_step, **options)
         found._show(getattr(args, "only", None))
     except (Exception, SystemExit) as error:  # of the user's code, too
         cause = str(error).partition("\n")[0]
         message = f"error: {args.target}: {type(error).__name__}: {cause}"
         print(message, file=sys.stderr)
         return 2
-    return int(is_bad(found))
+    return int(bool(is_bad(found)))
 
 
 def _returned_by(target: str) -> Any:
@@ -98,14 +87,3 @@ def _returned_by(target: str) -> Any:
     module = module.removesuffix(".py").replace(os.sep, ".")
     sys.path.insert(0, "")  # which `python -m` does
     return pkgutil.resolve_name(f"{module}:{name or 'to_explain'}")()
-
-
-def _call(tool: Any, given: Any, options: dict[str, Any]) -> Any:
-    """Calls a tool with what a function has returned."""
-    is_tuple = isinstance(given, tuple) and len(given) > 1
-    if is_tuple and isinstance(given[0], AmpTrainState | tuple):
-        return tool(*given, **options)
-    if is_tuple and len(given) == 2 and isinstance(given[1], tuple):
-        return tool(given[0], **options)(*given[1])
-    expected = " or ".join(_FORMS)
-    raise TypeError(f"it returned a {type(given).__name__}; expected {expected}.")

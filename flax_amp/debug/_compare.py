@@ -1,8 +1,4 @@
-"""`compare_precision`: how far gradients in half precision are from those in float32.
-
-The program runs in both precisions on the same arguments. If the gradients differ by
-more than roundings make, it runs again with remedies.
-"""
+"""`compare_precision`: how far gradients in half are from those in float32."""
 
 import dataclasses
 import functools
@@ -18,7 +14,7 @@ from flax_amp._compat import Array
 from flax_amp._training.arguments import check_count, first_of
 from flax_amp._training.scaler import HIGHEST
 from flax_amp.debug._call import Call, tool
-from flax_amp.debug._report import Block, Report, percent, plural, remedy_text, table
+from flax_amp.debug._report import Block, Report, percent, plural, policy_text, table
 from flax_amp.debug._trial import Part, Trials, fewest, keys_of, lines_of
 from flax_amp.policy import Policy, PolicyEntries, without_fp8
 
@@ -63,7 +59,6 @@ class Comparison(Report):
     """How a program differs from itself in float32. Made by `compare_precision`."""
 
     compute_dtype: str  #: the dtype of low-precision values
-    in_fp8: bool  #: whether the policy has matmuls in fp8
     loss: tuple[float, float]  #: in float32 and in this precision
     gradients: tuple[GradientErrors, ...]  #: by group, the largest error first
     threshold: float  #: the error of the gradients from which on remedies are tried
@@ -80,12 +75,11 @@ class Comparison(Report):
 
     def _parts(self, only: str | None = None) -> Iterator[Block]:
         run = self.as_it_is
-        dtypes = self.compute_dtype + " and fp8" * self.in_fp8
         scale = f", loss scale {run.scale:g}" if run.scale != 1 else ""
         before, after = self.loss
-        yield f"{self.name} in {dtypes} against float32{scale}"
+        yield f"{self.name} in {self.compute_dtype} against float32{scale}"
         yield f"loss {before:.6g} in float32, {after:.6g} here\n"
-        rows = ([g.path, _error(g.error), f"{g.largest:.2g}"] for g in self.gradients)
+        rows = ([g.path, f"{g.error:.2g}", f"{g.largest:.2g}"] for g in self.gradients)
         yield table(["gradients of", "error", "largest"], [*rows][:_SHOWN])
         if self.gradients[_SHOWN:]:
             yield f"... and {len(self.gradients) - _SHOWN} more"
@@ -95,7 +89,7 @@ class Comparison(Report):
         yield from self._conclusion()
 
     def _conclusion(self) -> Iterator[str]:
-        run, best, threshold = self.as_it_is, self.best, _error(self.threshold)
+        run, best, threshold = self.as_it_is, self.best, f"{self.threshold:.2g}"
         if run.gradient_error <= self.threshold:
             yield f"\nThe gradients are as exact as usual: below {threshold}."
         elif best is None:
@@ -105,19 +99,12 @@ class Comparison(Report):
             yield f"\nThis was tried and helps: {best.name}."
             if best.scale != run.scale:
                 yield f"  flax_amp.init_scaler(scaler={best.scale:.8g})"
-            yield from remedy_text(best.keys, best.lines, self.own_policy)
+            yield from policy_text(best.keys, best.lines, self.own_policy)
 
 
 def _cells(run: Setting) -> list[str]:
-    share = "" if run.low_share is None else percent(run.low_share, 1)
-    return [run.name, _error(run.loss_error), _error(run.gradient_error), share]
-
-
-def _error(value: float) -> str:
-    """Returns a relative error in a few characters."""
-    if not math.isfinite(value):
-        return "inf"
-    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+") if value else "0"
+    errors = f"{run.loss_error:.2g}", f"{run.gradient_error:.2g}"
+    return [run.name, *errors, percent(run.low_share)]
 
 
 @tool
@@ -198,7 +185,7 @@ class _Comparing:
     def comparison(self, most: int) -> Comparison:
         """Returns what is found, with remedies of up to so many modules."""
         asked, exact = self._asked, self._trials.exact
-        first, loss, errors = self._run("as it is", asked.entries)
+        first, loss, errors = self._try("as it is")
         groups = self._by_group(errors)
         remedies: list[Setting] = []
         if not exact.is_finite:
@@ -206,14 +193,13 @@ class _Comparing:
         elif most > 0 and first.gradient_error > self._enough:
             # The forward pass does not see the scale.
             largest = errors[:, 2].max() if math.isfinite(loss) else math.inf
-            self._error = first.gradient_error
-            remedies += self._of_all(largest)
-            if all(run.gradient_error > self._enough for run in remedies):
-                remedies += self._of_parts(most)
+            remedies += self._of_all(first.gradient_error, largest)
+            least = min(run.gradient_error for run in (first, *remedies))
+            if least > self._enough:
+                remedies += self._of_parts(most, least)
         return Comparison(
             name=asked.name,
             compute_dtype=asked.dtype.name,
-            in_fp8=bool(Policy(asked.entries).fp8_recipes),
             loss=(float(exact.loss), loss),
             gradients=groups,
             threshold=self._enough,
@@ -223,22 +209,21 @@ class _Comparing:
             notes=tuple(self._notes),
         )
 
-    def _run(
-        self, name: str, entries: PolicyEntries, parts: Sequence[Part] = ()
+    def _try(
+        self, name: str, *parts: Part, entries: PolicyEntries | None = None
     ) -> tuple[Setting, float, Array]:
         """Runs the program in half precision, with parts of it in float32.
 
         It returns the loss and the differences of the gradients as well.
         """
-        exact, scale = self._trials.exact, self._scale
-        trial = self._trials.run(entries, scale, parts)
+        exact, trial = self._trials.exact, self._trials.run(parts, self._scale, entries)
         loss_error = _relative(_differences([trial.loss], [exact.loss]))
         errors = _differences(trial.gradients, exact.gradients)
         # No step is taken if the loss is lost, whatever the gradients are.
         error = _relative(errors) if loss_error < math.inf else math.inf
         setting = Setting(
             name=name,
-            scale=scale,
+            scale=self._scale,
             keys=keys_of(parts),
             lines=lines_of(parts),
             loss_error=loss_error,
@@ -261,47 +246,42 @@ class _Comparing:
 
     # --- remedies --------------------------------------------------------------------
 
-    def _of_all(self, largest: float) -> Iterator[Setting]:
+    def _of_all(self, error: float, largest: float) -> Iterator[Setting]:
         """Runs what may help the whole program; a scale that helps stays.
 
         The largest gradient is infinite if the loss is not finite.
         """
         asked, scale = self._asked, self._scale
         if Policy(asked.entries).fp8_recipes:
-            yield self._run("without fp8", without_fp8(asked.entries))[0]
+            yield self._try("without fp8", entries=without_fp8(asked.entries))[0]
         if asked.dtype == jnp.float16 and 0 < largest < math.inf:
             self._scale = min(2.0 ** math.floor(math.log2(_TARGET / largest)), HIGHEST)
             if self._scale != scale:
-                run, *_ = self._run(f"loss scale {self._scale:.8g}", asked.entries)
+                run, *_ = self._try(f"loss scale {self._scale:.8g}")
                 yield run
-                if run.gradient_error < self._error:
-                    self._error = run.gradient_error
-                else:
-                    self._scale = scale
+                self._scale = run.scale if run.gradient_error < error else scale
 
-    def _of_parts(self, most: int) -> Iterator[Setting]:
+    def _of_parts(self, most: int, error: float) -> Iterator[Setting]:
         """Runs few parts that are enough in float32, if they are at most so many."""
-        entries = self._asked.entries
 
         @functools.cache
         def in_float32(*parts: Part) -> Setting:
             first = parts[0].line or parts[0].path
             name = f"{first if len(parts) == 1 else f'all {len(parts)}'} in float32"
-            return self._run(name, entries, parts)[0]
+            return self._try(name, *parts)[0]
 
-        parts = self._trials.parts(entries)
+        parts = self._trials.parts()
         best = in_float32(*parts).gradient_error if parts else math.inf
         # There may be another fault, which none of them has.
         enough = max(self._enough, 2 * best)
-        if enough >= self._error / 2:
-            self._notes.append(
-                "nothing less than the whole program in float32 is enough"
-            )
+        if enough >= error / 2:
+            told = "nothing less than the whole program in float32 is enough"
+            self._notes.append(told)
             return
         found = fewest(parts, lambda x: in_float32(*x).gradient_error <= enough)
         if len(found) > most:
-            names = first_of([part.line or part.path for part in found])
             many = f"more than {plural(most, 'module')} would have to be in float32"
+            names = first_of([part.line or part.path for part in found])
             self._notes.append(f"{many}: {names}")
             return
         yield from map(in_float32, found)

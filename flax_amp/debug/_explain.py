@@ -6,12 +6,10 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +17,7 @@ from rich.text import Text
 from flax_amp import _compat
 from flax_amp._compat import Jaxpr
 from flax_amp._rewriter.policy_warnings import PolicyWarning
-from flax_amp._rewriter.primitives import Kind, is_matmul, kind_of, walk
+from flax_amp._rewriter.primitives import Kind, inside, is_matmul, kind_of
 from flax_amp._rewriter.roles import asked_precision
 from flax_amp._rewriter.transform import trace_call
 from flax_amp._training.arguments import first_of
@@ -47,8 +45,9 @@ from flax_amp.policy import Origin, Policy
 
 ONLY = ("problems", "equations")
 
-_LINES = 26  # of the tree, so that it fits a screen with all else
+_MAX_LINES = 26  # of the tree, so that it fits a screen with all else
 _NOT_IN_FP8 = "not in fp8: "  # how the reason of such a matmul begins
+_NOT_STORED = "what the backward pass stores is not known"
 _SECOND = (
     "belongs to a gradient that your function takes, as for forces. The loss "
     "differentiates it again, which makes its roundings larger: see what "
@@ -77,19 +76,6 @@ class Problem:
     source: str = ""  #: the line of the first equation
     times: int = 0  #: how often the equations run that it concerns
     flops: int = 0  #: of the matmuls among them
-
-    def title(self, flops: int) -> str:
-        """Its kind, how often it is met, and its share of so many FLOPs."""
-        times = f" x{self.times}" if self.times else ""
-        share = f", {self.flops / flops:.0%} of FLOPs" if self.flops else ""
-        return self.kind + times + share
-
-    @property
-    def where(self) -> str:
-        """Its modules and its line as words; empty for a policy."""
-        modules = first_of([path or "outside of any module" for path in self.paths])
-        inside = "in " if modules and self.paths != ("",) else ""
-        return ", ".join(filter(None, (f"{inside}{modules}", self.source)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -126,8 +112,7 @@ class Explanation(Report):
 
     def _parts(self, only: str | None = None) -> Iterator[Block]:
         if only not in (None, *ONLY):
-            expected = f"{' or '.join(map(repr, ONLY))}, or None"
-            raise ValueError(f"report: got only={only!r}; expected {expected}.")
+            raise ValueError(f"report: got {only=}; expected None, or one of {ONLY}.")
         if only == "equations":
             yield _equations(self)
             return
@@ -140,9 +125,7 @@ class Explanation(Report):
         headline = plural(count, "problem") if count else "No problems found."
         yield Text(f"\n{headline}", "bold red" if count else "green")
         for problem in self.problems:
-            title = problem.title(self.flops)
-            yield Padding(Text(f"{title}: {problem.message}", "yellow"), (0, 0, 0, 2))
-            yield Padding(Text(problem.where), (0, 0, 0, 4))
+            yield from _told(problem, self.flops)
         if only is None:
             yield ""
             yield _tree(self)
@@ -157,15 +140,11 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
     found by themselves. Figures are those of the forward pass; each matmul has two more
     of its size in the backward pass.
 
-    It is called as `explain(fun)(*args)`, where `fun` is the function before `amp`; as
-    `explain(state, loss_fn, batch, *args)` for the state and the loss of
-    `make_train_step`; or as `explain((model, optimizer), loss_fn, batch, *args)` for
-    those of `make_nnx_train_step`.
-
     Args:
-      fun: a float32 function, or an `AmpTrainState`, or a pair `(model, optimizer)`.
-      *step: the loss function, the batch and what follows it, unless `fun` is a
-        function.
+      fun: the function before `amp`, as `explain(fun)(*args)`; or what
+        `make_train_step` trains, as `explain(state, loss_fn, batch, *args)`; or that
+        of `make_nnx_train_step`, `explain((model, optimizer), loss_fn, batch, *args)`.
+      *step: the loss function, the batch and what follows it; not with a function.
       backward: whether to count what the backward pass stores, for the gradient with
         respect to the first argument. It takes a trace of the gradient.
       **options: `precision`, `compute_dtype`, `matmul_dtype`, `amp_policy` and
@@ -200,25 +179,24 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
         traced = trace_call(call, Policy(asked.entries), asked.dtype)
     messages = [str(warning.message).removeprefix("amp_policy: ") for warning in caught]
 
-    def emitted(*arrays: Any) -> Any:
-        return traced.emit(arrays, asked.recompute, recorder)
-
-    closed = jax.make_jaxpr(emitted)(*call.arrays)
+    emit = functools.partial(traced.emit, recompute=asked.recompute, record=recorder)
+    closed = jax.make_jaxpr(emit)(call.arrays)
     # The gradient emits rules of derivatives again.
-    known, visits = recorder.equations, tuple(recorder.visits)
-    problems = sorted(_problems(known, asked.dtype), key=lambda x: (-x.flops, -x.times))
+    rows, visits = tuple(recorder.rows), tuple(recorder.visits)
+    problems = sorted(
+        _problems(visits, asked.dtype), key=lambda x: (-x.flops, -x.times)
+    )
     stored, notes = None, []
     if backward:
         try:
             stored = stored_bytes(closed, call.arrays, call.trained())
         except Exception as error:
-            text = f"{type(error).__name__}: {error}".partition("\n")[0]
-            text = f"what the backward pass stores is not known: {text}"
-            notes = [text.rstrip(":. ")]
+            text = f"{_NOT_STORED}: {type(error).__name__}: {error}"
+            notes = [text.partition("\n")[0].rstrip(":. ")]
     return Explanation(
         name=asked.name,
         compute_dtype=asked.dtype.name,
-        equations=tuple(visit.row for visit in known),
+        equations=rows,
         problems=(*(Problem("policy", x) for x in messages), *problems),
         stored=stored,
         loss_reads=_loss_reads(visits, closed),
@@ -231,15 +209,15 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
 
 def _totals(found: Explanation) -> Iterator[tuple[str, str]]:
     """Yields the figures of the whole function as words, with what they are about."""
-    share = f"forward, {percent(found.low_share or 0, 1)} in half precision"
+    share = f"forward, {percent(found.low_share)} in half precision"
     yield "matmuls", f"{amount(found.flops, 'FLOP')} {share}" if found.flops else "none"
-    others = Counter(_why_not_fp8(row) for row in found.equations if row.flops)
-    in_fp8 = sum(row.flops for row in found.equations if row.is_in_fp8)
-    if in_fp8 or any(_NOT_IN_FP8 in row.reason for row in found.equations):
-        del others[""]
-        why = "; ".join(f"{reason} ({n})" for reason, n in others.most_common())
+    matmuls = [row for row in found.equations if row.flops]
+    in_fp8 = sum(row.flops for row in matmuls if row.is_in_fp8)
+    others = Counter(row.reason for row in matmuls if not row.is_in_fp8)
+    if in_fp8 or any(_NOT_IN_FP8 in reason for reason in others):
+        why = [f"{x.removeprefix(_NOT_IN_FP8)} ({n})" for x, n in others.most_common()]
         share = f"{in_fp8 / found.flops:.0%} of them"
-        yield "in fp8", f"{share}, not: {why}" if why else share
+        yield "in fp8", f"{share}, not: {'; '.join(why)}" if why else share
     if found.loss_reads:
         rounded = first_of(found.loss_reads, 2, "; ")
         yield "the loss", f"reads {short(found.compute_dtype)}: {rounded}"
@@ -249,12 +227,15 @@ def _totals(found: Explanation) -> Iterator[tuple[str, str]]:
         yield "stored", f"{text}, for the gradient of the first argument"
 
 
-def _why_not_fp8(row: Equation) -> str:
-    """Returns why a matmul is not in fp8; nothing if it is."""
-    if row.is_in_fp8:
-        return ""
-    is_of_default = row.reason == f"primitive {row.primitive}"
-    return "no key" if is_of_default else row.reason.removeprefix(_NOT_IN_FP8)
+def _told(problem: Problem, flops: int) -> Iterator[Padding]:
+    """Yields what was found, how often and in which share of FLOPs, and where."""
+    times = f" x{problem.times}" if problem.times else ""
+    share = f", {problem.flops / flops:.0%} of FLOPs" if problem.flops else ""
+    text = f"{problem.kind}{times}{share}: {problem.message}"
+    yield Padding(Text(text, "yellow"), (0, 0, 0, 2))
+    modules = first_of([*filter(None, problem.paths)])
+    where = filter(None, (modules and f"in {modules}", problem.source))
+    yield Padding(Text(", ".join(where)), (0, 0, 0, 4))
 
 
 def _equations(found: Explanation) -> Table:
@@ -268,53 +249,44 @@ def _equations(found: Explanation) -> Table:
     return table(["equation", "computes in", "result"], rows, (1, 2))
 
 
-def _modules(
-    rows: Sequence[Equation], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Sequence[Equation]]]:
-    """Yields modules by their paths without numbers of layers, and the rows in each.
-
-    Twelve layers are one, `GPT/Block_*`, but those with matmuls in half precision, in
-    float32 and in both are apart. A module comes before those in it.
-    """
-    yield path, rows
-    parts: dict[tuple[str, ...], list[Equation]] = defaultdict(list)
-    for row in rows:
-        names = tuple(filter(None, _without_numbers(row.path).split("/")))
-        if len(names) > len(path):
-            parts[names[: len(path) + 1]].append(row)
-    for part, inside in parts.items():
-        copies: dict[tuple[str, ...], list[Equation]] = defaultdict(list)
-        for row in inside:
-            copies[tuple(row.path.split("/")[: len(part)])].append(row)
-        alike: dict[frozenset[bool], list[Equation]] = defaultdict(list)
-        for copy in copies.values():
-            alike[frozenset(row.is_low for row in copy if row.flops)] += copy
-        for inside in alike.values():
-            yield from _modules(inside, part)
-
-
 def _tree(found: Explanation) -> Table:
-    """Returns the modules, as many levels of them as fit a screen."""
-    modules = list(_modules(found.equations))
-    sizes = [len(path) for path, _ in modules]
-    fit = (n for n in set(sizes) if sum(x <= n for x in sizes) <= _LINES)
+    """Returns the modules, as many levels of them as fit a screen.
+
+    Twelve layers are one, `GPT/Block_*`, unless one of them is in float32. A module
+    comes before those in it.
+    """
+    rows = [(tuple(filter(None, row.path.split("/"))), row) for row in found.equations]
+    are_low: dict[tuple[str, ...], set[bool]] = defaultdict(set)  # matmuls of a module
+    for names, row in rows:
+        for size in range(len(names) + 1) if row.flops else ():
+            are_low[names[:size]].add(row.is_low)
+    modules: dict[tuple[Any, ...], list[Equation]] = defaultdict(list, {(): []})
+    for names, row in rows:
+        path = tuple(
+            (_without_numbers(name), *sorted(are_low[names[:size]]))
+            for size, name in enumerate(names, 1)
+        )
+        for size in range(len(path) + 1):
+            modules[path[:size]].append(row)
+    order = {path: i for i, path in enumerate(modules)}
+    paths = sorted(modules, key=lambda x: [order[x[:i]] for i in range(len(x) + 1)])
+    fit = (n for n in map(len, paths) if sum(len(x) <= n for x in paths) <= _MAX_LINES)
     depth = max(1, *fit)
-    cells = (_cells(found, *module) for module in modules if len(module[0]) <= depth)
+    cells = (_cells(found, path, modules[path]) for path in paths if len(path) <= depth)
     return table(["module", "FLOP", "in half", "stays in float32"], cells, (3,))
 
 
 def _cells(
-    found: Explanation, path: tuple[str, ...], rows: Sequence[Equation]
+    found: Explanation, path: tuple[Any, ...], rows: Sequence[Equation]
 ) -> list[str]:
     stays = Counter(row.primitive for row in rows if row.stays_by_rule)
     copies = {tuple(row.path.split("/")[: len(path)]) for row in rows}
     names = {copy[-1] for copy in copies} if path else {found.name}
-    name = names.pop() if len(names) == 1 else path[-1]
-    share = low_share(rows)
+    name = names.pop() if len(names) == 1 else path[-1][0]
     return [
         "  " * len(path) + name + (f"  x{len(copies)}" if len(copies) > 1 else ""),
         amount(sum(row.flops for row in rows), ""),
-        "" if share is None else percent(share, 1),
+        percent(low_share(rows)),
         " ".join(name for name, _ in stays.most_common(5)),
     ]
 
@@ -390,10 +362,8 @@ def _loss_reads(visits: Sequence[Visit], closed: Jaxpr) -> tuple[str, ...]:
             read = _compat.variables(eqn.invars)
             found |= dict.fromkeys(halves[v] for v in read if v in halves)
         # What a loop or a call gives is computed from what its matmuls round.
-        inside = chain.from_iterable(map(walk, jaxprs_in_params(eqn.params)))
-        has_matmul = any(is_matmul(visit.eqn) for visit in inside)
-        is_rewritten = why.role is not Kind.ORIGINAL
-        if row.result == "half precision" or (has_matmul and is_rewritten):
+        has_matmul = why.role is not Kind.ORIGINAL and any(map(is_matmul, inside(eqn)))
+        if row.result == "half precision" or has_matmul:
             text = f"{row.primitive} of {row.path}".removesuffix(" of ")
             halves |= dict.fromkeys(eqn.outvars, f"{text}, {row.source}")
     return tuple(found)

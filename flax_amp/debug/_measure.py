@@ -96,10 +96,9 @@ def measure(call: Call, *, steps: int = 20) -> Measurement:
       (['float32', 'bfloat16', 'float16'], True)
     """
     steps = check_count(steps, f"measure: {steps=}", "of steps to time")
-    is_step = isinstance(call.asked.holder, AmpTrainState)
     compiled, compile_s, step_ms = {}, {}, defaultdict(list)
     for name, precision in _PRECISIONS.items():
-        program, args = (_train_step if is_step else _gradient)(call, precision)
+        program, args = _program(call, precision)
         start = time.perf_counter()
         compiled[name] = program.lower(*args).compile(), args
         compile_s[name] = time.perf_counter() - start
@@ -125,15 +124,13 @@ def measure(call: Call, *, steps: int = 20) -> Measurement:
     )
 
 
-def _gradient(call: Call, precision: Precision) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the jitted loss with its gradient, and its arguments."""
-    dtype, entries = read_options(precision, None, None, call.asked.entries)
-    loss = rewrite(call.loss, Policy(entries), dtype, call.asked.recompute)
-    return jax.jit(call.gradients(loss)), (jnp.float32(1), call.arrays)
-
-
-def _train_step(call: Call, precision: Precision) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the step of `make_train_step`, and its arguments."""
+def _program(call: Call, precision: Precision) -> tuple[Any, tuple[Any, ...]]:
+    """Returns what is timed, a step or a loss with its gradient, and its arguments."""
+    state, entries = call.asked.holder, call.asked.entries
+    if not isinstance(state, AmpTrainState):
+        dtype, own = read_options(precision, None, None, entries)
+        loss = rewrite(call.loss, Policy(own), dtype, call.asked.recompute)
+        return jax.jit(call.gradients(loss)), (jnp.float32(1), call.arrays)
     loss_fn, *given = call.asked.step
 
     @functools.wraps(loss_fn)
@@ -141,7 +138,6 @@ def _train_step(call: Call, precision: Precision) -> tuple[Any, tuple[Any, ...]]
         out = loss_fn(*args, **kwargs)
         return out if isinstance(out, tuple) else (out, {})
 
-    step: Any = make_train_step(with_aux, has_aux=True, amp_policy=call.asked.entries)
-    scaler = first_scaler(precision)
-    state = call.asked.holder.replace(precision=precision, scaler=scaler)
+    step: Any = make_train_step(with_aux, has_aux=True, amp_policy=entries)
+    state = state.replace(precision=precision, scaler=first_scaler(precision))
     return step, (state, *given)

@@ -7,21 +7,20 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from optax.tree_utils import tree_get_all_with_path
 
 from flax_amp import _tree
 from flax_amp._compat import Array
 from flax_amp._rewriter.roles import Chooser
+from flax_amp._rewriter.transform import TracedCall
 from flax_amp._training.arguments import first_of
 from flax_amp.debug._call import Call, tool
-from flax_amp.debug._report import Report, is_half, plural, remedy_text
+from flax_amp.debug._report import Report, is_half, plural, policy_text
 from flax_amp.debug._run import Cause, Finding, Runner, earliest, is_finite, kinds
 from flax_amp.debug._trial import Part, Trials, fewest, keys_of, lines_of
 from flax_amp.policy import Policy, default_amp_policy
 
 Verdict = Literal["nothing", "inputs", "scale", "precision", "mathematics"]
 
-_MAX_EXAMPLES = 64  # the most that are listed
 _MAX_AT_FAULT = 8  # parts that are at fault one after the other
 
 
@@ -117,18 +116,17 @@ def find_nonfinite(call: Call, *, scale: Any = None) -> NonfiniteReport:
       ('mathematics', 'head', 'log(0) = -inf')
     """
     with jax.debug_nans(False), jax.debug_infs(False):
-        return _Diagnosis(call, call.asked.scale(scale), scale is None).report()
+        return _Diagnosis(call, call.asked.scale(scale)).report()
 
 
 class _Diagnosis:
     """Finds the cause of one inf or NaN."""
 
-    def __init__(self, call: Call, scale: float, is_own: bool):
+    def __init__(self, call: Call, scale: float):
         self._asked, self._call, self._scale = call.asked, call, scale
-        self._is_own = is_own  # whether the scale is that of the state
         self._trials = Trials(call)
         trained = call.trained()
-        self._wrt = _tree.pick(call.paths, trained)
+        self._wrt = [f"gradient of {x}" for x in _tree.pick(call.paths, trained)]
         # Training writes the first argument, or the state; the rest is data.
         arguments = [path.split("/")[0] for path in call.paths]
         first = arguments[trained.index(True)]
@@ -150,11 +148,10 @@ class _Diagnosis:
         if bad.shape[:1] != (self._batch_size,) or bad.shape in self._trained_shapes:
             return ()
         found = np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))
-        return tuple(map(int, found[:_MAX_EXAMPLES]))
+        return tuple(map(int, found[:64]))
 
-    def _programs(self, choose: Chooser) -> list[Runner]:
+    def _programs(self, traced: TracedCall) -> list[Runner]:
         """Returns the loss in a precision, and the loss with its gradient."""
-        traced = self._trials.traced._replace(choose=choose)
 
         def loss(arrays: Sequence[Array]) -> Any:
             # Recomputation changes no number. In float32 nothing changes, but the rules
@@ -174,14 +171,13 @@ class _Diagnosis:
             for fun in (forward, backward)
         ]
 
-    def _run(self, programs: list[Runner], scale: float) -> Cause | None:
+    def _first_cause(self, programs: list[Runner], scale: float) -> Cause | None:
         """Runs the forward pass and, only if that is finite, the gradient."""
         arrays = [jnp.float32(scale), *self._call.arrays]
         names = ["the scale", *self._call.paths]
-        wrt = [f"gradient of {path}" for path in self._wrt]
         for program in programs:
             values = program(arrays, names, self._faults)
-            last = wrt if program.backward else []
+            last = self._wrt if program.backward else []
             updated = ["updated variables"] * (len(values) - 1 - len(last))
             results = zip(["loss", *updated, *last], values, strict=True)
             if cause := earliest([value.cause for value in values]):
@@ -192,105 +188,88 @@ class _Diagnosis:
     def report(self) -> NonfiniteReport:
         """Runs the loss until the cause is known."""
         asked, scale = self._asked, self._scale
-        programs = self._programs(Chooser(Policy(asked.entries), asked.dtype))
-        fault = self._run(programs, scale)
+        programs = self._programs(self._trials.traced)
+        fault = self._first_cause(programs, scale)
         if fault is None:
             limited = dict.fromkeys(what for run in programs for what in run.limited)
             notes = [_LIMITED.format(what, asked.dtype) for what in limited]
-            notes += [_SKIPPED.format(2 * scale)] * self._was_skipped()
-            return self._make("nothing", _NOTHING, notes=tuple(notes))
+            notes += [_SKIPPED.format(2 * scale)] * (scale == asked.scale(None) != 1)
+            return self._make("nothing", _NOTHING, Cause((0, 0)), notes=tuple(notes))
         if fault.arguments & self._faults:
             return self._make("inputs", "", fault)
         is_scaled = scale > 1 and fault.finding and fault.finding.backward
-        if is_scaled and self._run(programs, 1.0) is None:
+        if is_scaled and self._first_cause(programs, 1.0) is None:
             return self._make("scale", _SCALE, fault)
         if asked.dtype != jnp.float32:
             in_float32 = Chooser(Policy(default_amp_policy), jnp.dtype(jnp.float32))
-            programs = self._programs(in_float32)
-            left = self._run(programs, scale)
+            programs = self._programs(self._trials.traced._replace(choose=in_float32))
+            left = self._first_cause(programs, scale)
             if left is None:
                 return self._precision(fault)
             fault = left  # what no precision fixes
         return self._make("mathematics", _advice(fault), fault)
 
-    def _was_skipped(self) -> bool:
-        """Whether the last step was skipped, so that its scale may have fallen."""
-        optimizer = getattr(self._asked.holder, "opt_state", None)
-        flags = tree_get_all_with_path(optimizer, "last_finite")
-        is_scaled = self._is_own and self._scale != 1
-        return is_scaled and not all(np.all(x[...]) for _, x in flags)
-
     def _make(
-        self, verdict: Verdict, advice: str, fault: Cause | None = None, **known: Any
+        self, verdict: Verdict, advice: str, fault: Cause, **known: Any
     ) -> NonfiniteReport:
-        if fault is not None:
-            known |= dict(finding=fault.finding, reached=fault.reached)
-            known |= dict(examples=fault.examples, inputs={})
-            for i in (number - 1 for number in sorted(fault.arguments)):
-                path, x = self._call.paths[i], np.asarray(self._call.arrays[i])
-                bad, is_batch = ~np.isfinite(x), self._is_batch[i]
-                place = [*map(int, np.argwhere(bad)[0])] if x.ndim else ""
-                count = plural(int(bad.sum()), "element")
-                known["inputs"][path] = f"{kinds(x)} in {path}{place} ({count})"
-                examples = self._examples(bad) if is_batch else ()
-                known["examples"] = known["examples"] or examples
-                if is_batch and not advice:
-                    what = f"or drop {_words(examples)}" if examples else path
-                    advice = f"Correct {what}: no precision helps."
-                advice = advice or _WRITTEN + path
+        inputs, examples = {}, fault.examples
+        for i in (number - 1 for number in sorted(fault.arguments)):
+            path, x = self._call.paths[i], np.asarray(self._call.arrays[i])
+            bad, is_batch = ~np.isfinite(x), self._is_batch[i]
+            place = [*map(int, np.argwhere(bad)[0])] or ""
+            count = plural(int(bad.sum()), "element")
+            inputs[path] = f"{kinds(x)} in {path}{place} ({count})"
+            own = self._examples(bad) if is_batch else ()
+            examples = examples or own
+            what = f"or drop {_words(own)}" if own else path
+            correct = f"Correct {what}: no precision helps."
+            advice = advice or (correct if is_batch else _WRITTEN + path)
         return NonfiniteReport(
             name=self._asked.name,
             compute_dtype=self._asked.dtype.name,
             scale=self._scale,
             verdict=verdict,
             advice=advice,
+            finding=fault.finding,
+            inputs=inputs,
+            examples=examples,
+            reached=fault.reached,
             **known,
         )
 
     def _precision(self, fault: Cause) -> NonfiniteReport:
         """Looks for a few parts of the program that are enough in float32."""
-        asked, trials = self._asked, self._trials
-        found = self._parts_at_fault(fault)
-        wider = [_RANGE] * (asked.dtype == jnp.float16)
-        if not found:
-            own = _OWN_KEYS if asked.has_own_policy else ""
-            return self._make("precision", "\n".join((_NO_POLICY + own, *wider)), fault)
-        is_finite = trials.run(asked.entries, self._scale, found).is_finite
-        keys, lines = keys_of(found), lines_of(found)
-        text = remedy_text(keys, lines, asked.has_own_policy)
-        return self._make(
-            *("precision", "\n".join((_TRIED, *text, *wider)), fault),
-            policy=dict.fromkeys(keys, "float32"),
-            lines=lines,
-            notes=() if is_finite else (_SCALE_LEFT,),
-        )
-
-    def _parts_at_fault(self, fault: Cause) -> list[Part]:
-        """Returns few parts that are enough in float32; none if all are not."""
+        asked, trials, finding = self._asked, self._trials, fault.finding
 
         # The scaler lowers its scale, so that trials need none.
         def is_enough(parts: Sequence[Part]) -> bool:
-            return self._trials.run(self._asked.entries, 1.0, parts).is_finite
+            return bool(parts) and trials.run(parts).is_finite
 
-        every = self._trials.parts(self._asked.entries)
-        path = fault.finding.path if fault.finding else ""
+        every, root = trials.parts(), Part(finding.path if finding else "")
         # The fault may be the victim of another part, or only the root is enough.
-        for parts in (self._one_by_one(fault, every), every, [Part(path)][: len(path)]):
-            if parts and is_enough(parts):
-                return fewest(parts, is_enough)
-        return []
+        tried = self._one_by_one(fault, every), every, [root] if root.path else []
+        enough = next(filter(is_enough, tried), None)
+        wider = [_WIDER] * (asked.dtype == jnp.float16)
+        if enough is None:
+            return self._make("precision", "\n".join((_NO_POLICY, *wider)), fault)
+        found = fewest(enough, is_enough)
+        keys, lines = keys_of(found), lines_of(found)
+        code = policy_text(keys, lines, asked.has_own_policy)
+        text = "\n".join((_TRIED, *code, *wider))
+        policy = dict.fromkeys(keys, "float32")
+        return self._make("precision", text, fault, policy=policy, lines=lines)
 
     def _one_by_one(self, fault: Cause | None, every: Sequence[Part]) -> list[Part]:
         """Returns the part at fault, the one that is at fault without it, and so on."""
         parts: list[Part] = []
         while fault and fault.finding and len(parts) < _MAX_AT_FAULT:
-            path, line = fault.finding.path, fault.finding.source
-            own = [x for x in (Part(path), Part(path, line)) if x in every]
-            if not own or own[0] in parts:
+            both = Part(fault.finding.path), Part("", fault.finding.source)
+            own = [part for part in both if part in every and part not in parts]
+            if not own:
                 break
             parts.append(own[0])
-            choose = self._trials.chooser(self._asked.entries, parts)
-            fault = self._run(self._programs(choose), 1.0)
+            programs = self._programs(self._trials.in_half(parts))
+            fault = self._first_cause(programs, 1.0)
         return parts
 
 
@@ -301,10 +280,7 @@ _LIMITED = (
     "{} holds numbers beyond the range of {}, which were limited, and the step is "
     "applied: look at it unless it is a mask"
 )
-_SKIPPED = (
-    "the last step was skipped: if its loss was finite, the scale has fallen since, "
-    "and scale={:g} is that of the skipped step"
-)
+_SKIPPED = "if the last step was skipped with a finite loss, scale={:g} was its scale"
 _WRITTEN = (
     "It was not finite before this step: restore an earlier checkpoint, and look for "
     "what wrote "
@@ -314,14 +290,13 @@ _SCALE = (
     "is to be done, if a scaler lowers it."
 )
 _TRIED = "In float32 it is finite. This was tried and fixes it:"
-_RANGE = "Or take precision='bf16-mixed', which has the range of float32."
-_SCALE_LEFT = "with this only the scale is too large, which the scaler lowers"
+_WIDER = "Or take precision='bf16-mixed', which has the range of float32."
 _NO_POLICY = (
-    "In float32 it is finite, and no part of it in float32 is enough. Lower its inputs "
-    "(a norm before it, a clip, a smaller learning rate), or train with '32-true'."
+    "In float32 it is finite, and no part of it in float32 is enough (keys of your own "
+    "policy for scopes around it come first). Lower its inputs (a norm before it, a "
+    "clip, a smaller learning rate), or train with '32-true'."
 )
-_OWN_KEYS = " Keys of your policy for scopes around it come first."
-_REMEDIES = {
+_ADVICE = {
     "log": "keep its operand above 0, as jax.nn.log_softmax does for log(softmax(x)), "
     "or, without gradients below it, with jnp.log(jnp.maximum(x, 1e-6))",
     "div": "keep the divisor away from 0, as in x / jnp.maximum(y, 1e-6)",
@@ -350,5 +325,5 @@ def _advice(fault: Cause) -> str:
     elif finding.backward:
         remedy = _DERIVATIVE
     else:
-        remedy = _REMEDIES.get(finding.primitive, "look at its operands")
+        remedy = _ADVICE.get(finding.primitive, "look at its operands")
     return f"It is not finite in float32 either, so no policy helps: {remedy}."

@@ -1,8 +1,5 @@
 """Rows: what the emitter records of each equation, and what the backward pass stores.
 
-The emitter calls a `Recorder` with each equation of the user's program, the arrays that
-it was bound to, and why.
-
 The scopes around an equation tell its module. Flax opens the scope `embed.attend` for
 the method `attend` of the module `embed`: a name with one dot is that of a method, as
 it is for the keys of a policy. A name with more dots, such as `eqx.nn.Linear`, is one
@@ -14,7 +11,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +35,8 @@ CALLS = frozenset(
 )
 # Their reason tells why they stay in float32.
 _IN_OWN_DTYPES = (Kind.ORIGINAL, Kind.CALLED)
+# Their bodies, such as the comparison of a sort, are no part of what a reader sees.
+_CASTABLE = (Kind.MATMUL, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +114,6 @@ _LIBRARIES = tuple(
 _OF_CHECKPOINTS = ("checkpoint", "rematted_computation")
 
 
-def _is_scope(entry: Any) -> bool:
-    return type(entry).__name__ == "Scope"
-
-
 def scopes_of(eqn: Eqn) -> tuple[str, ...]:
     """Returns the scopes around an equation in its jaxpr, for `module_path`.
 
@@ -126,8 +121,8 @@ def scopes_of(eqn: Eqn) -> tuple[str, ...]:
     once.
     """
     scopes: list[str] = []
-    for is_scope, entries in itertools.groupby(_compat.scopes(eqn), _is_scope):
-        names = [entry.name for entry in entries if is_scope]
+    for kind, entries in itertools.groupby(_compat.scopes(eqn), type):
+        names = [entry.name for entry in entries if kind.__name__ == "Scope"]
         group = [name for name in names if name not in _OF_CHECKPOINTS]
         scopes = group if group[: len(scopes)] == scopes else scopes + group
     half = len(scopes) // 2
@@ -138,8 +133,9 @@ def scopes_of(eqn: Eqn) -> tuple[str, ...]:
 
 def is_derivative(eqn: Eqn) -> bool:
     """Whether an equation is one of a gradient that the user's own function takes."""
-    entries = (entry for entry in _compat.scopes(eqn) if not _is_scope(entry))
-    return any(getattr(entry, "name", "") == "transpose" for entry in entries)
+    entries = _compat.scopes(eqn)  # of transformations, too
+    named = (type(x).__name__ for x in entries if x.name == "transpose")
+    return any(name != "Scope" for name in named)
 
 
 def module_path(scopes: tuple[str, ...]) -> str:
@@ -166,21 +162,9 @@ class Location(NamedTuple):
     inside: tuple[str, ...] = ()  # loops and the like around it, outermost first
 
     @property
-    def eqn(self) -> Eqn:
-        """The equation; of a jaxpr, the one that holds it."""
-        return self.eqns[-1]
-
-    @property
     def path(self) -> str:
         """The path of the module."""
         return module_path(sum(map(scopes_of, self.eqns), ()))
-
-    @property
-    def times(self) -> int:
-        """How often it runs; what stands in a `while` counts once."""
-        around = self.eqns[:-1]
-        scans = (x.params for x in around if x.primitive.name == "scan")
-        return math.prod(params["length"] for params in scans)
 
     @property
     def source(self) -> str:
@@ -219,95 +203,84 @@ class Visit(NamedTuple):
 
 
 class Recorder:
-    """Collects the rows of what an emitter tells; an instance is its `record`."""
+    """Collects rows of the user's equations; an instance is the emitter's `record`."""
 
     def __init__(self) -> None:
         self.visits: list[Visit] = []  # in the order in which they were emitted
         self._entered: dict[int, Eqn] = {}  # by `id`, which others have if it is gone
 
+    @property
+    def rows(self) -> list[Equation]:
+        """The rows of all but calls, of which the equations inside tell all."""
+        return [x.row for x in self.visits if x.row.primitive not in CALLS]
+
     def __call__(
         self, eqn: Eqn, around: Any, operands: Any, results: Any, why: Any
     ) -> None:
-        after = Dtypes(_dtypes(eqn.invars, operands), _dtypes(eqn.outvars, results))
-        start = Location(tuple(around))
+        after = dtypes_of(eqn, operands, results)
+        at = Location((*around, eqn))
         self._entered |= {id(outer): outer for outer in around}
         is_own = why.role in _IN_OWN_DTYPES and why.result.startswith("float32")
         result = f"float32: {why.reason}" if is_own else why.result
-        row = _row(start.of(eqn), after, why.reason, result)
+        row = _row(at, after, why.reason, result)
         self.visits.append(Visit(row, eqn, why))
         if id(eqn) not in self._entered:
-            self.visits += _inside(eqn, start, after, why)
+            # Bodies are called with halves if the equation is, as a `relu` on the way
+            # to a matmul.
+            pairs = zip(row.before.operands, after.operands, strict=True)
+            lowered = (y for x, y in pairs if x == "float32" and is_half(y))
+            self._add_bodies(at, next(lowered, "float32"), result, self.visits[-1])
 
-    @property
-    def equations(self) -> list[Visit]:
-        """All but calls, of which the equations inside tell all."""
-        return [visit for visit in self.visits if visit.row.primitive not in CALLS]
+    def _add_bodies(self, at: Location, float_: str, result: str, whole: Visit) -> None:
+        """Adds the rows of the bodies of an equation that runs as a whole.
 
-    @property
-    def rows(self) -> list[Equation]:
-        """The rows of `equations`."""
-        return [visit.row for visit in self.equations]
-
-
-def _bodies(eqn: Eqn) -> list[Jaxpr]:
-    """Returns what a reader takes for a part of the program among the bodies."""
-    # A comparison of a sort or an update of a scatter is none, and neither is a kernel.
-    castable = Kind.MATMUL, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM
-    is_part = kind_of(eqn) not in castable and eqn.primitive.name != "pallas_call"
-    return list(jaxprs_in_params(eqn.params)) if is_part else []
-
-
-def _places(eqn: Eqn, start: Location) -> Iterator[Location]:
-    """Yields the locations of all equations in an equation, each as often as called."""
-    for body in _bodies(eqn):
-        for inner in open_jaxpr(body)[0].eqns:
-            yield start.of(eqn).of(inner)
-            yield from _places(inner, start.of(eqn))
-
-
-def _inside(eqn: Eqn, start: Location, after: Dtypes, why: Any) -> Iterator[Visit]:
-    """Yields the rows of the bodies of an equation that runs as a whole."""
-    # Its bodies are called with halves if it is, as a `relu` on the way to a matmul.
-    pairs = zip(dtypes_of(eqn).operands, after.operands, strict=True)
-    float_ = next((y for x, y in pairs if x == "float32" and is_half(y)), "float32")
-    # No key decided about what is inside of a loop.
-    is_loop = why.role is Kind.STRUCTURED
-    # What is told of a result is told of the first one.
-    firsts = [v for body in _bodies(eqn) for v in open_jaxpr(body)[0].outvars[:1]]
-    for at in _places(eqn, start):
-        before = dtypes_of(at.eqn)
-        sides = (before.operands, before.results)
-        own = (tuple(float_ if x == "float32" else x for x in xs) for xs in sides)
-        is_first = any(v is x for v in at.eqn.outvars for x in firsts)
-        reason = kind_of(at.eqn).value if is_loop else why.reason
-        row = _row(at, Dtypes(*own), reason, why.result if is_first else "")
-        yield Visit(row, at.eqn, why, eqn)
+        What is told of its result is told of what makes the first one.
+        """
+        outer, why = at.eqns[-1], whole.why
+        if kind_of(outer) in _CASTABLE or outer.primitive.name == "pallas_call":
+            return
+        # No key decided about what is inside of a loop.
+        is_loop = why.role is Kind.STRUCTURED
+        for body, _ in map(open_jaxpr, jaxprs_in_params(outer.params)):
+            for eqn in body.eqns:
+                before, inner = dtypes_of(eqn), at.of(eqn)
+                sides = before.operands, before.results
+                own = (tuple(float_ if x == "float32" else x for x in y) for y in sides)
+                reason = kind_of(eqn).value if is_loop else why.reason
+                is_first = any(v is x for v in eqn.outvars for x in body.outvars[:1])
+                told = result if is_first else ""
+                row = _row(inner, Dtypes(*own), reason, told)
+                self.visits.append(Visit(row, eqn, why, whole.eqn))
+                self._add_bodies(inner, float_, told, whole)
 
 
 def _row(at: Location, after: Dtypes, reason: str, result: str) -> Equation:
+    *around, eqn = at.eqns
+    scans = (x.params for x in around if x.primitive.name == "scan")
+    times = math.prod(params["length"] for params in scans)
     return Equation(
         path=at.path,
-        primitive=at.eqn.primitive.name,
-        before=dtypes_of(at.eqn),
+        primitive=eqn.primitive.name,
+        before=dtypes_of(eqn),
         after=after,
         reason=reason,
         result=result,
-        times=at.times,
-        flops=flops(at.eqn) * at.times,
+        times=times,
+        flops=flops(eqn) * times,
         source=at.source,
     )
 
 
-def dtypes_of(eqn: Eqn) -> Dtypes:
-    """Returns the dtypes of an equation as it stands in its program."""
-    return Dtypes(_dtypes(eqn.invars), _dtypes(eqn.outvars))
+def dtypes_of(eqn: Eqn, operands: Any = (), results: Any = ()) -> Dtypes:
+    """Returns the dtypes of an equation in its program, or with the given arrays."""
+    return Dtypes(_dtypes(eqn.invars, operands), _dtypes(eqn.outvars, results))
 
 
-def _dtypes(atoms: Sequence[Any], arrays: Sequence[Any] = ()) -> tuple[str, ...]:
+def _dtypes(atoms: Sequence[Any], arrays: Sequence[Any]) -> tuple[str, ...]:
     """Returns the dtypes of arrays; a number has that of its atom."""
-    pairs = zip(atoms, arrays or atoms, strict=True)
+    pairs = zip(arrays or atoms, atoms, strict=True)
     return tuple(
-        str(getattr(x, "dtype", getattr(v.aval, "dtype", ""))) for v, x in pairs
+        str(getattr(x, "dtype", getattr(v.aval, "dtype", ""))) for x, v in pairs
     )
 
 

@@ -50,12 +50,11 @@ class Report:
         text = json.dumps(dataclasses.asdict(self))
         return json.loads(text, parse_constant=str)
 
-    def __str__(self) -> str:
-        return self._text()
-
     def _text(self, only: str | None = None) -> str:
         lines = self._recorded(only).export_text().splitlines()
         return "\n".join(line.rstrip() for line in lines)
+
+    __str__ = _text
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.name}: print it to read it>"
@@ -103,11 +102,11 @@ def amount(number: float, unit: str) -> str:
     return f"{number:.3g} {prefix}{unit}".rstrip() if number else ""
 
 
-def percent(part: float, whole: float) -> str:
-    """Returns a share, never rounded to all; nothing if there is nothing to share."""
-    if part in (0, whole):
-        return f"{part / whole:.0%}".replace("%", " %") if whole else ""
-    return f"{min(100 * part / whole, 99.9):.3g} %"
+def percent(share: float | None) -> str:
+    """Returns a share, never rounded to all; nothing for `None`."""
+    if share is None:
+        return ""
+    return f"{100 if share == 1 else min(100 * share, 99.9):.3g} %"
 
 
 def plural(count: int, noun: str) -> str:
@@ -125,7 +124,7 @@ def is_half(dtype: str) -> bool:
     return dtype.startswith(("bfloat16", "float16", "float8", "float6", "float4"))
 
 
-def remedy_text(keys: Sequence[str], lines: Sequence[str], own: bool) -> Iterator[str]:
+def policy_text(keys: Sequence[str], lines: Sequence[str], own: bool) -> Iterator[str]:
     """Yields the code of a policy, the user's own or not, with parts in float32."""
     if keys:
         entries = ", ".join(f'"{key}": jnp.float32' for key in keys)

@@ -9,10 +9,8 @@ program. So a mask of `-inf`, or an inf that a `where` drops, is no false alarm:
     c = exp y       inf: cause 2
     d = sub c c     NaN: it inherits cause 2
 
-A mask that is a constant or an argument has no cause of its own: an inf beside it, or a
-NaN that comes from it, is new. A loop and each of its iterations run as a whole first,
-and equation by equation only if a result is not finite. A `shard_map` runs as a whole,
-and so does what is not known.
+A loop and each of its iterations run as a whole first, and equation by equation only if
+a result is not finite.
 """
 
 import dataclasses
@@ -114,9 +112,9 @@ class Runner:
             _value(x, Cause((-1 if i in faults else 2, i), None, frozenset({i})), name)
             for i, (x, name) in enumerate(zip(arrays, names, strict=True))
         ]
-        return self._run(self.closed, values, Location())
+        return self._jaxpr(self.closed, values, Location())
 
-    def _run(
+    def _jaxpr(
         self, closed: Jaxpr, values: Sequence[Any], start: Location
     ) -> list[Value]:
         """Runs a jaxpr equation by equation."""
@@ -148,12 +146,12 @@ class Runner:
     def _equation(self, eqn: Eqn, values: Sequence[Value], at: Location) -> list[Value]:
         name = eqn.primitive.name
         if name in CALLS and name != "shard_map":
-            return self._run(bodies(eqn)[0], values, at)
+            return self._jaxpr(bodies(eqn)[0], values, at)
         if name == "cond":
             branches = eqn.params["branches"]
             chosen = min(max(int(values[0].array), 0), len(branches) - 1)
             inside = at.noted(f"branch {chosen} of {len(branches)}")
-            return self._run(branches[chosen], values[1:], inside)
+            return self._jaxpr(branches[chosen], values[1:], inside)
         outs = self._whole(eqn, values)
         if name == "flax_amp_spread" and is_finite(outs[0]):
             most = float(jnp.abs(values[0].array).max(initial=0))
@@ -197,17 +195,18 @@ class Runner:
         outs = self._whole(body, values)
         if all(map(is_finite, outs)):
             return [Value(x, None, "a result of the loop") for x in outs]
-        return self._run(body, values, at)
+        return self._jaxpr(body, values, at)
 
     def _in_scan(self, eqn: Eqn, values: Sequence[Value], at: Location) -> Any:
         counts, length = _compat.scan_counts(eqn), eqn.params["length"]
         consts, carry, xs = split_list(values, *counts)
         causes: list[Cause | None] = [None] * (len(eqn.outvars) - counts[1])
-        order, note = range(length), ""
-        if eqn.params["reverse"]:
-            order, note = order[::-1], " (reverse)"
+        note = " (reverse)" if eqn.params["reverse"] else ""
+        order = range(length)[:: -1 if note else 1]
         for count, i in enumerate(order, 1):  # as it runs
-            rows = [_value(_row(x.array, i), x.cause, x.name) for x in xs]
+            # A static index would be compiled for each iteration.
+            row = functools.partial(jax.lax.dynamic_index_in_dim, index=np.int32(i))
+            rows = [_value(row(x.array, keepdims=False), x.cause, x.name) for x in xs]
             place = at.noted(f"scan iteration {count} of {length}{note}")
             outs = self._iteration(eqn.params["jaxpr"], [*consts, *carry, *rows], place)
             carry, ys = split_list(outs, counts[1])
@@ -270,11 +269,6 @@ class Runner:
             size=x.size,
             text=text,
         )
-
-
-def _row(x: Array, i: int) -> Array:
-    # A static index would be compiled for each iteration.
-    return jax.lax.dynamic_index_in_dim(x, np.int32(i), keepdims=False)
 
 
 # --- arrays --------------------------------------------------------------------------

@@ -1,9 +1,4 @@
-"""Runs a loss and its gradients with parts of the program in float32.
-
-Which parts have to be in float32 is found by leaving out: from all of them, first
-halves, then quarters, and so on, as long as the rest is enough. Those on top go first,
-so that a part of a module is found before it.
-"""
+"""Runs a loss and its gradients with parts of the program in float32."""
 
 import dataclasses
 import functools
@@ -17,25 +12,23 @@ import jax.numpy as jnp
 from flax_amp._compat import Array, Eqn, evaluate
 from flax_amp._rewriter.primitives import Kind, kind_of
 from flax_amp._rewriter.roles import Choice, Chooser, Context
+from flax_amp._rewriter.transform import TracedCall
 from flax_amp.debug._call import Call, Loss
-from flax_amp.debug._record import (
-    Recorder,
-    low_share,
-    module_path,
-    scopes_of,
-    source_line,
-)
+from flax_amp.debug._record import Recorder, low_share, source_line
 from flax_amp.debug._run import is_finite
-from flax_amp.policy import Policy, PolicyEntries
+from flax_amp.policy import Policy
 
 _MAX_RUNS = 16  # of a search
+# A CPU computes halves in float32, where XLA would leave out the roundings in between
+# that other devices do. Each program runs once.
+_ON_CPU = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 
 
 class Part(NamedTuple):
-    """A part of a program that may run in float32: a module, or a line of one."""
+    """A part of a program that may run in float32: a module, or a line of code."""
 
-    path: str  # of the module; empty outside of modules
-    line: str = ""  # empty for the whole module
+    path: str = ""  # of a module
+    line: str = ""
 
 
 class Trial(NamedTuple):
@@ -61,56 +54,48 @@ class Trials:
     @functools.cached_property
     def exact(self) -> Trial:
         """The run in float32."""
-        run = functools.partial(evaluate, self.traced.closed)
-        return self._trial(run, 1.0, Recorder())
+        return self._step(functools.partial(evaluate, self.traced.closed), Recorder())
+
+    def in_half(self, parts: Collection[Part], entries: Any = None) -> TracedCall:
+        """Returns the program in half precision, with parts of it in float32.
+
+        The policy is that of the call, unless there are other entries.
+        """
+        entries = self._call.asked.entries if entries is None else entries
+        policy = Policy({**entries, **dict.fromkeys(keys_of(parts), jnp.float32)})
+        choose = _LineChooser(policy, self._call.asked.dtype, lines_of(parts))
+        return self.traced._replace(choose=choose)
 
     def run(
-        self, entries: PolicyEntries, scale: float, parts: Collection[Part] = ()
+        self, parts: Collection[Part] = (), scale: float = 1.0, entries: Any = None
     ) -> Trial:
-        """Runs the program in half precision, with parts of it in float32."""
-        recorder = Recorder()
-        return self._trial(self._in_half(entries, parts, recorder), scale, recorder)
+        """Runs what `in_half` returns, with a scale of the loss."""
+        emit, recorder = self.in_half(parts, entries).emit, Recorder()
+        recompute = self._call.asked.recompute
+        return self._step(lambda x: emit(x, recompute, recorder), recorder, scale)
 
-    def parts(self, entries: PolicyEntries) -> list[Part]:
+    def parts(self) -> list[Part]:
         """Returns what may be in float32, with modules on top first.
 
         With a module that holds all others, nothing would be left in half: its lines
         are parts, as those outside of modules.
         """
         recorder = Recorder()
-        jax.eval_shape(self._in_half(entries, (), recorder), self._call.arrays)
+        emit = functools.partial(self.traced.emit, record=recorder)
+        jax.eval_shape(emit, self._call.arrays)
         rows = [row for row in recorder.rows if row.is_low]
         paths = {row.path for row in rows}
-        whole = {
-            x for x in paths if not x or all(_is_inside(path, x) for path in paths)
-        }
-        parts = {Part(x.path, x.source if x.path in whole else "") for x in rows}
-        # Code of a library, called by itself, has neither.
-        parts -= {Part(path) for path in whole}
-        return sorted(parts, key=lambda part: (part.path.count("/"), part))
+        root = {""} | {x for x in paths if all(_is_inside(path, x) for path in paths)}
+        parts = {Part("", x.source) if x.path in root else Part(x.path) for x in rows}
+        # Code of a library, called by itself, has neither. Lines are as in a file.
+        parts -= {Part()}
+        return sorted(parts, key=lambda x: (x.path.count("/"), len(x.line), x))
 
-    def chooser(self, entries: PolicyEntries, parts: Collection[Part]) -> Chooser:
-        """Returns what follows a policy, and leaves parts of the program in float32."""
-        policy = Policy({**entries, **dict.fromkeys(keys_of(parts), jnp.float32)})
-        return _LineChooser(policy, self._call.asked.dtype, frozenset(parts))
-
-    def _in_half(
-        self, entries: PolicyEntries, parts: Collection[Part], recorder: Recorder
-    ) -> Loss:
-        traced = self.traced._replace(choose=self.chooser(entries, parts))
-        recompute = self._call.asked.recompute
-        return lambda arrays: traced.emit(arrays, recompute, recorder)
-
-    def _trial(self, run: Loss, scale: float, recorder: Recorder) -> Trial:
+    def _step(self, program: Loss, recorder: Recorder, scale: float = 1.0) -> Trial:
         def loss(arrays: Sequence[Array]) -> Any:
-            return self.traced.rebuild(run(arrays))[0]
+            return self.traced.rebuild(program(arrays))[0]
 
-        options: Any = {}
-        if jax.default_backend() == "cpu":
-            # A CPU computes halves in float32, where XLA would leave out the roundings
-            # in between that other devices do.
-            options = {"xla_allow_excess_precision": False}
-            options["xla_backend_optimization_level"] = 0  # each program runs once
+        options = _ON_CPU if jax.default_backend() == "cpu" else {}
         step = jax.jit(self._call.gradients(loss), compiler_options=options)
         (value, updates, _), gradients = step(jnp.float32(scale), self._call.arrays)
         return Trial(value, updates, gradients, low_share(recorder.rows))
@@ -118,13 +103,12 @@ class Trials:
 
 @dataclasses.dataclass(frozen=True)
 class _LineChooser(Chooser):
-    """Follows a policy, and leaves lines of modules in float32."""
+    """Follows a policy, and leaves lines of code in float32, as `amp_stop` does."""
 
-    parts: frozenset[Part] = frozenset()
+    lines: tuple[str, ...]
 
     def __call__(self, eqn: Eqn, context: Context) -> Choice:
-        part = Part(module_path(context.scopes + scopes_of(eqn)), source_line(eqn))
-        if part in self.parts and kind_of(eqn) is not Kind.STRUCTURED:
+        if source_line(eqn) in self.lines and kind_of(eqn) is not Kind.STRUCTURED:
             stop = self.policy.decide(eqn.primitive, ("amp_stop",))
             context = context._replace(forced=stop)
         return super().__call__(eqn, context)
@@ -141,9 +125,8 @@ def keys_of(parts: Collection[Part]) -> tuple[str, ...]:
 
 
 def lines_of(parts: Collection[Part]) -> tuple[str, ...]:
-    """Returns the lines among some parts, from the top of a file."""
-    lines = {part.line for part in parts if part.line}
-    return tuple(sorted(lines, key=lambda line: (len(line), line)))
+    """Returns the lines among some parts."""
+    return tuple(part.line for part in parts if part.line)
 
 
 def _is_inside(path: str, outer: str) -> bool:
@@ -154,7 +137,11 @@ def _is_inside(path: str, outer: str) -> bool:
 def fewest(
     parts: list[Part], is_enough: Callable[[Sequence[Part]], bool]
 ) -> list[Part]:
-    """Returns as few of some parts as a search finds that are enough; all are."""
+    """Returns as few of some parts as a search finds that are enough; all are.
+
+    It leaves out first halves, then quarters, and so on, as long as the rest is enough.
+    Those on top go first, so that a part of a module is found before it.
+    """
     size, runs = len(parts), 0
     while size > 1:
         size = (size + 1) // 2

@@ -255,13 +255,6 @@ def test_what_raises(tool):
     with pytest.raises(ZeroDivisionError):
         tool(lambda x: x / (1 // 0))(X)
 
-    def grow(model, x):
-        model.more = nnx.Param(x)
-        return model(x)
-
-    with pytest.raises(ValueError, match="grow changed the structure"):
-        tool(grow)(NNXModel(), X)
-
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_an_argument_that_a_step_has_deleted(tool):
@@ -273,23 +266,15 @@ def test_an_argument_that_a_step_has_deleted(tool):
         tool(lambda params: jnp.mean(jax.tree.leaves(params)[0]))(state.params)
 
 
-REWRITTEN = {
-    "decorator": lambda: amp(compute_dtype=jnp.bfloat16)(arrays),
-    "partial": lambda: functools.partial(amp(arrays)),
-    "grad": lambda: jax.jit(jax.value_and_grad(amp(arrays))),
-    "step": lambda: flax_amp.make_train_step(arrays),
-}
-
-
-@pytest.mark.parametrize("name", REWRITTEN)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_the_function_before_amp_is_asked_for(tool, name):
-    fun, called = REWRITTEN[name](), tool.__name__
+def test_the_function_before_amp_is_asked_for(tool):
+    called = tool.__name__
     match = f"^{called}: .* expected .*before amp: {called}.loss., not {called}.amp"
-    with pytest.raises(TypeError, match=match):
-        tool(fun)(W, X)
-    with pytest.raises(TypeError, match=match):
-        tool(state_of(), fun, X)
+    for fun in (functools.partial(amp(arrays)), flax_amp.make_train_step(arrays)):
+        with pytest.raises(TypeError, match=match):
+            tool(fun)(W, X)
+        with pytest.raises(TypeError, match=match):
+            tool(state_of(), fun, X)
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -94,6 +94,14 @@ def test_compare(capsys):
     assert code == 1 and "net in float32" in printed.out
 
 
+def test_measure(capsys, monkeypatch):
+    updates = []
+    monkeypatch.setattr(jax.config, "update", lambda *args: updates.append(args))
+    code, printed = run(capsys, "measure", f"{THIS}:sound")
+    assert code == 0 and "the least of 20 steps" in printed.out
+    assert not updates  # the device stays the user's
+
+
 @pytest.mark.parametrize("name", ["explain", "nonfinite", "compare", "measure"])
 def test_help_says_what_the_function_returns(capsys, name):
     with pytest.raises(SystemExit) as ended:
@@ -116,7 +124,7 @@ def test_help_says_what_the_function_returns(capsys, name):
     [
         ("no.such", "error: no.such: "),
         (f"{THIS}:nothing", f"module '{THIS}' has no attribute 'nothing'"),
-        (f"{THIS}:wrong", "returned a tuple; expected (loss_fn, args)"),
+        (f"{THIS}:wrong", "(loss_fn)(*args), "),
         (f"{THIS}:W", "object is not callable"),
         (f"{THIS}:raising", "KeyError: 'no data'"),
         (f"{THIS}:exits", "SystemExit: 3"),

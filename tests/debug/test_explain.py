@@ -126,7 +126,7 @@ def test_a_layer_in_float32_stands_apart():
 def test_parts_of_the_report(found):
     short = found.report(only="problems")
     assert "  Model" not in short and "1 problem" in short and short in str(found)
-    with pytest.raises(ValueError, match="report: got only='modules'; expected 'pro"):
+    with pytest.raises(ValueError, match="report: got only='modules'; expected None, "):
         found.report(only="modules")
 
 
@@ -249,11 +249,10 @@ def test_rounded_numbers_that_a_loss_reads():
     "head",
     [
         jax.jit(jnp.matmul),
-        jax.checkpoint(lambda x, w: jnp.matmul(x, w)),
         lambda x, w: jax.lax.scan(lambda c, _: (c @ w, None), x, length=2)[0],
         lambda x, w: jax.lax.cond(x.sum() > 0, jnp.matmul, lambda x, w: x, x, w),
     ],
-    ids=["jit", "checkpoint", "scan", "cond"],
+    ids=["jit", "scan", "cond"],
 )
 def test_a_loss_reads_what_a_call_rounds(head):
     found = explain(lambda w, x: jnp.log1p(jnp.abs(head(x, w))).mean())(W, X)
@@ -289,4 +288,4 @@ def test_matmuls_in_fp8_are_no_problem():
 
     by_scope = flax_amp.default_amp_policy | {"a": flax_amp.use_fp8(emulate=True)}
     found = explain(half, amp_policy=by_scope)(W, X)
-    assert "in fp8   50% of them, not: no key (1)" in str(found)
+    assert "in fp8   50% of them, not: primitive dot_general (1)" in str(found)

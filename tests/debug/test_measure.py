@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from flax import nnx
 
 import flax_amp
-from flax_amp import AmpTrainState, __main__
+from flax_amp import AmpTrainState
 from flax_amp.debug import Figures, Measurement, measure
 from helpers import assert_identical
 
@@ -19,38 +18,8 @@ X = np.ones((4, 8), np.float32)  # of NumPy, as input pipelines give it
 DTYPES = ["float32", "bfloat16", "float16"]
 
 
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=False)(x)
-        return nn.Dense(8, use_bias=False)(x)
-
-
-def linen():
-    model = Linen()
-    variables = model.init(jax.random.key(0), X)
-    state = AmpTrainState.create(
-        params=variables["params"],
-        variables={"batch_stats": variables["batch_stats"]},
-        tx=optax.sgd(0.1),
-        rngs={"noise": jax.random.key(1)},
-    )
-
-    def loss_fn(params, batch, weight, *, state, rngs):
-        variables = {"params": params, **state.variables}
-        out, new = model.apply(variables, batch, mutable=["batch_stats"])
-        return jnp.mean(out**2) * weight, {"variables": new}
-
-    return state, loss_fn, X, jnp.float32(2)
-
-
 def nnx_loss(model, batch):
     return jnp.mean(model(batch) ** 2)
-
-
-def nnx_state():
-    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    return AmpTrainState.create(model=model, tx=optax.sgd(0.1)), nnx_loss, X
 
 
 def nnx_pair():
@@ -63,6 +32,15 @@ def plain(w, x):
 
 
 W = {"kernel": jnp.ones((8, 8))}
+
+
+def of_state(has_aux=True):
+    def loss_fn(params, batch, weight, *, state, rngs):
+        loss = plain(params, batch) * weight
+        return (loss, {"loss": loss}) if has_aux else loss
+
+    options = dict(tx=optax.sgd(0.1), rngs={"noise": jax.random.key(1)})
+    return AmpTrainState.create(params=W, **options), loss_fn, X, jnp.float32(2)
 
 
 @pytest.fixture
@@ -85,7 +63,7 @@ def matmuls(text):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("make", [linen, nnx_state, nnx_pair])
+@pytest.mark.parametrize("make", [of_state, lambda: of_state(False), nnx_pair])
 def test_what_is_measured_stays_as_it_is(programs, make):
     first, *step = make()
     model = first[0] if isinstance(first, tuple) else nnx.Dict()
@@ -156,17 +134,3 @@ ERRORS = {
 def test_errors(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
-
-
-@pytest.mark.once
-def test_command(capsys, monkeypatch):
-    updates = []
-    monkeypatch.setattr(jax.config, "update", lambda *args: updates.append(args))
-    target = "debug/test_measure:function"
-    assert __main__.main(["measure", target]) == 0
-    assert "the least of 20 steps" in capsys.readouterr().out
-    assert updates == []  # the device stays the user's
-
-
-def function():
-    return plain, (W, X)

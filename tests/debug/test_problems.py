@@ -5,7 +5,6 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import flax_amp
@@ -49,15 +48,6 @@ PLANTED = {
         [""],
     ),
     "key": (inner, {"heed": jnp.float32}, "policy", "'heed'", []),
-    "own dtype": (
-        lambda w, x: nn.Dense(8, dtype="bfloat16").apply(
-            {"params": {"kernel": w, "bias": w[0]}}, x
-        ),
-        {},
-        "own dtype",
-        "has factors in bf16 without amp",
-        ["Dense"],
-    ),
     "forces": (
         jax.named_call(
             lambda w, x: (jax.grad(lambda x: jnp.tanh(x @ w).sum())(x) ** 2).mean(),
@@ -172,10 +162,6 @@ def test_a_sound_model_has_no_problems():
     [
         (("highest", "default"), "precision=HIGHEST/DEFAULT."),
         (jax.lax.DotAlgorithmPreset.F32_F32_F32, "precision=F32_F32_F32."),
-        (
-            jax.lax.DotAlgorithm(*[np.dtype("f4")] * 3, 1, 1, 1, False),
-            "precision=DotAlgorithm(",
-        ),
     ],
 )
 def test_the_precision_that_a_matmul_asks_for(precision, words):
