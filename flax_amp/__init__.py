@@ -40,41 +40,14 @@ from flax_amp.policy import use_original_precision as use_original_precision
 
 __version__ = "1.0.0.dev0"
 
-__all__ = [
-    "AmpOptimizer",
-    "AmpTrainState",
-    "DynamicScalerState",
-    "PolicyWarning",
-    "Precision",
-    "StuckError",
-    "all_finite",
-    "amp",
-    "amp_stop",
-    "check_progress",
-    "checkpoint",
-    "compare_precision",
-    "debug",
-    "default_amp_policy",
-    "dynamic_scale_grad",
-    "dynamic_scale_value_and_grad",
-    "explain",
-    "find_nonfinite",
-    "init_scaler",
-    "jaxamp_policy",
-    "make_eval_step",
-    "make_nnx_train_step",
-    "make_train_step",
-    "metrics",
-    "no_scaler",
-    "optim",
-    "scale_loss",
-    "static_scaler",
-    "unscale_grads",
-    "update_scaler",
-    "use_compute_precision",
-    "use_fp8",
-    "use_original_precision",
-]
+__all__ = """
+AmpOptimizer AmpTrainState DynamicScalerState PolicyWarning Precision StuckError
+all_finite amp amp_stop check_progress checkpoint compare_precision debug
+default_amp_policy dynamic_scale_grad dynamic_scale_value_and_grad explain
+find_nonfinite init_scaler jaxamp_policy make_eval_step make_nnx_train_step
+make_train_step metrics no_scaler optim scale_loss static_scaler unscale_grads
+update_scaler use_compute_precision use_fp8 use_original_precision
+""".split()
 
 
 # Imported when they are first used, because a training step needs none of them, and

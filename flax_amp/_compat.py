@@ -42,9 +42,8 @@ def _private(module: str) -> Any:
 
 
 _CORE = _private("core")
-# What no public name has: a primitive, and the type of typed PRNG keys.
+# A primitive that no public name has.
 ragged_dot_general_p: Any = _private("lax.lax").ragged_dot_general_p
-KeyArray: Any = _private("random.prng").PRNGKeyArray
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:

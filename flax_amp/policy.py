@@ -211,16 +211,22 @@ def with_matmul_dtype(
 
 
 def read_options(
-    word: Any,
+    caller: str,
+    precision: Any,
     compute_dtype: Any,
     matmul_dtype: MatmulDType,
     entries: PolicyEntries | None,
+    default: Precision = "bf16-mixed",
 ) -> tuple[DType, PolicyEntries | None]:
     """Returns the compute dtype and the policy of the options of `amp`.
 
-    `compute_dtype` and `matmul_dtype` replace those of the word, unless they are None.
+    `compute_dtype` and `matmul_dtype` replace those of the word for the precision.
     """
-    low, matmuls = read_precision(word)
+    if precision is not None and compute_dtype is not None:
+        raise TypeError(
+            f"{caller}: got both {precision=} and {compute_dtype=}; expected one."
+        )
+    low, matmuls = read_precision(default if precision is None else precision)
     given = low if compute_dtype is None else compute_dtype
     checked = _as_function(given)
     if checked not in map(InDtype, (jnp.float16, jnp.bfloat16, jnp.float32)):
@@ -238,11 +244,8 @@ def without_fp8(entries: PolicyEntries) -> PolicyEntries:
     `dot_general` runs in the compute dtype instead. A scope loses its key, because
     `use_compute_precision` would lower its norms and softmaxes as well.
     """
-    return {
-        key: use_compute_precision if isinstance(fn, use_fp8) else fn
-        for key, fn in _functions(entries).items()
-        if not (isinstance(key, str) and isinstance(fn, use_fp8))
-    }
+    kept = {k: f for k, f in _functions(entries).items() if not isinstance(f, use_fp8)}
+    return dict.fromkeys({lax.dot_general_p} & {*entries}, use_compute_precision) | kept
 
 
 # --- looking a policy up -------------------------------------------------------------

@@ -298,8 +298,8 @@ debug/_run.py
 
 debug/_nonfinite.py
   debug/test_nonfinite.py::test_only_layers_at_fault_are_in_float32
-- parts in (self._one_by_one(fault, every), every,
-+ parts in (every,
+- tried = self._one_by_one(fault, every), every,
++ tried = every,
 
 debug/_explain.py
   debug/test_explain.py::test_rounded_numbers_that_a_loss_reads

@@ -101,12 +101,8 @@ def amp(
       >>> value.dtype, grad.dtype
       (dtype('float32'), dtype('float32'))
     """
-    if precision is not None and compute_dtype is not None:
-        raise TypeError(
-            f"amp: got both {precision=} and {compute_dtype=}; expected one of them."
-        )
-    word = "bf16-mixed" if precision is None else precision
-    dtype, entries = read_options(word, compute_dtype, matmul_dtype, amp_policy)
+    options = precision, compute_dtype, matmul_dtype, amp_policy
+    dtype, entries = read_options("amp", *options)
     policy = Policy(entries)
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute: got {recompute!r}; expected True or False.")

@@ -27,8 +27,11 @@ def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
     """Returns `(params, variables, batch, rngs, *args) -> (loss, updates, aux)`."""
     name = options.loss_name
 
-    def pure(*inputs: PyTree) -> tuple[Array, PyTree, Metrics]:
-        params, variables, *_ = inputs
+    # The messages of JAX call arrays by the names of these arguments.
+    def pure(
+        params: PyTree, variables: PyTree, batch: PyTree, rngs: PyTree, *args: PyTree
+    ) -> tuple[Array, PyTree, Metrics]:
+        inputs = params, variables, batch, rngs, *args
         target, out = call_user_fn(options, state, *inputs)
         loss, aux = split_aux(out, options.has_aux, name)
         is_named = isinstance(aux, Mapping) and all(isinstance(key, str) for key in aux)

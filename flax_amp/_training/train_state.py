@@ -7,11 +7,11 @@ from typing import Any, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from flax import core, nnx, serialization, struct
+from flax import core, nnx, struct
 from flax.training import train_state
 from jax.typing import DTypeLike
 
-from flax_amp import _compat, _tree
+from flax_amp import _tree
 from flax_amp._training import Array, PyTree
 from flax_amp._training.arguments import check_params, check_selection, check_type
 from flax_amp._training.optimizer import (
@@ -224,23 +224,3 @@ def bare_state(cls: type[StateT], **given: Any) -> StateT:
     fields: dict[str, Any] = dict.fromkeys(("apply_fn", "tx", "opt_state"))
     fields |= dict(step=0, scaler={}, rngs={}, graphdef=None, precision="bf16-mixed")
     return cls(**fields | given)
-
-
-# PRNG keys in the state dicts of `flax.serialization`: the array of their data, because
-# a typed key is no array that `to_bytes` can write. The target says of which
-# implementation it is; JAX refuses the data of another one.
-
-
-def _to_data(key: Any) -> Any:
-    return jax.random.key_data(key) if isinstance(key, _compat.KeyArray) else key
-
-
-def _to_key(key: Any, data: Any) -> Any:
-    if not _tree.is_key(key):
-        return data
-    return jax.random.wrap_key_data(jnp.asarray(data), impl=_tree.key_impl(key))
-
-
-# A target may be abstract.
-for kind in (_compat.KeyArray, jax.ShapeDtypeStruct):
-    serialization.register_serialization_state(kind, _to_data, _to_key)

@@ -194,7 +194,8 @@ def make_eval_step(
     options = check_options(Options("make_eval_step", fn, precision, amp_policy))
 
     def evaluate(state: AmpTrainState, batch: PyTree, *args: PyTree) -> Any:
-        def pure(*inputs: PyTree) -> Any:
+        def pure(params: Any, variables: Any, batch: Any, rngs: Any, *args: Any) -> Any:
+            inputs = params, variables, batch, rngs, *args
             return call_user_fn(options, state, *inputs, evaluate=True)[1]
 
         # As in a training step: other numbers in each step, the same ones in a rerun.

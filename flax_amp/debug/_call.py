@@ -154,12 +154,8 @@ class Asked:
         holder: Any = of_step.get("holder")
         word = holder.precision if isinstance(holder, _HOLDERS) else "bf16-mixed"
         entries: Any = default_amp_policy if amp_policy is None else amp_policy
-        if precision is not None and compute_dtype is not None:
-            raise TypeError(
-                f"{caller}: got both {precision=} and {compute_dtype=}; expected one."
-            )
-        options = precision or word, compute_dtype, matmul_dtype
-        dtype, entries = read_options(*options, entries)
+        options = precision, compute_dtype, matmul_dtype, entries
+        dtype, entries = read_options(caller, *options, default=word)
         Policy(entries)  # checks it
         return cls(
             f"{caller}: {name}",

@@ -128,7 +128,7 @@ def _program(call: Call, precision: Precision) -> tuple[Any, tuple[Any, ...]]:
     """Returns what is timed, a step or a loss with its gradient, and its arguments."""
     state, entries = call.asked.holder, call.asked.entries
     if not isinstance(state, AmpTrainState):
-        dtype, own = read_options(precision, None, None, entries)
+        dtype, own = read_options("measure", precision, None, None, entries)
         loss = rewrite(call.loss, Policy(own), dtype, call.asked.recompute)
         return jax.jit(call.gradients(loss)), (jnp.float32(1), call.arrays)
     loss_fn, *given = call.asked.step
