@@ -1,18 +1,7 @@
 """Commands of flax_amp, as `flax_amp COMMAND` or `python -m flax_amp COMMAND`.
 
-`checkpoint DIR` lists what a directory of checkpoints holds. The exit code is 0 if
-every step is intact, 1 if a step is damaged, and 2 if there is no such directory. An
-old step that was half deleted when a run was killed is not damaged.
-
-`explain MODULE:FUNCTION` tells what mixed precision does to a loss, and why.
-`nonfinite` names what made an inf or a NaN. `compare` tells how far its gradients are
-from those in float32, and what helps. `measure` times a step in float32, bfloat16 and
-float16. `flax_amp explain --help` says what the function returns. The exit code is 0 if
-there is nothing to act on, 1 if there is, and 2 if something fails.
-
-`plot RUN` draws what a run has logged with `flax_amp.metrics.create_writer`: loss,
-scale, skipped steps, gradient norm and learning rate. Several runs are compared. The
-exit code is 0, or 2 if they cannot be drawn.
+The exit code is 0 if there is nothing to act on, 1 if there is (a damaged step, a
+problem, an inf or a NaN, an error that is too large), and 2 if something fails.
 """
 
 import argparse

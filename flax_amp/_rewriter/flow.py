@@ -19,7 +19,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var, variables
@@ -146,11 +146,9 @@ class Flows:
             return True
         if choice.role is not Kind.STRUCTURED:
             return False
-        condition = eqn.params.get("cond_jaxpr")
-        all_bodies = [*bodies(eqn), *([] if condition is None else [condition])]
         return any(
             self._holds_matmul(_compat.open_jaxpr(body)[0], choice.body_context)
-            for body in all_bodies
+            for body in jaxprs_in_params(eqn.params)  # and a condition
         )
 
     @cached

@@ -271,3 +271,19 @@ def test_a_mesh_with_explicit_axes():
     w = jax.device_put(W, jax.NamedSharding(mesh, P()))
     found = find_nonfinite(lambda w, x: jnp.log(x @ w).sum() * 2)(w, x)
     assert found.verdict == "mathematics" and found.finding.text == "log(0) = -inf"
+
+
+def test_a_line_of_a_rule_with_matmuls():
+    """Not the line that calls the function, in the backward pass, too."""
+
+    @jax.custom_vjp
+    def fun(x, w):
+        return x @ w
+
+    def backward(kept, g):
+        x, w = kept
+        return g @ w.T + jnp.log(-jnp.abs(x)), x.T @ g  # a rule
+
+    fun.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+    found = find_nonfinite(lambda w, x: fun(x @ w, w).sum())(W, BIG)
+    assert found.finding.source == line("a rule") and found.finding.backward
