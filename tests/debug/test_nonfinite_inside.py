@@ -273,17 +273,32 @@ def test_a_mesh_with_explicit_axes():
     assert found.verdict == "mathematics" and found.finding.text == "log(0) = -inf"
 
 
-def test_a_line_of_a_rule_with_matmuls():
-    """Not the line that calls the function, in the backward pass, too."""
+@jax.custom_vjp
+def of_vjp(x, w):
+    return x @ w
 
-    @jax.custom_vjp
-    def fun(x, w):
-        return x @ w
 
-    def backward(kept, g):
-        x, w = kept
-        return g @ w.T + jnp.log(-jnp.abs(x)), x.T @ g  # a rule
+def backward(kept, g):
+    x, w = kept
+    return g @ w.T + jnp.log(-jnp.abs(x)), x.T @ g  # of_vjp
 
-    fun.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+
+of_vjp.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+
+
+@jax.custom_jvp
+def of_jvp(x, w):
+    return x @ w
+
+
+@of_jvp.defjvp
+def tangent(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return x @ w, dx @ w * jnp.log(-jnp.abs(x)) + x @ dw  # of_jvp
+
+
+@pytest.mark.parametrize("fun", [of_vjp, of_jvp], ids=lambda f: f.__name__)
+def test_a_line_of_a_rule_with_matmuls(fun):
+    """Not the line that calls the function."""
     found = find_nonfinite(lambda w, x: fun(x @ w, w).sum())(W, BIG)
-    assert found.finding.source == line("a rule") and found.finding.backward
+    assert found.finding.source == line(fun.__name__) and found.finding.backward
