@@ -23,10 +23,14 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array)
 
 
+def is_array_or_shape(leaf: Any) -> bool:
+    """Whether a leaf is an array, or a `ShapeDtypeStruct`."""
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
 def is_numeric(leaf: Any) -> bool:
     """Whether a leaf is an array, a `ShapeDtypeStruct` or a Python number."""
-    numbers = bool | int | float | complex
-    return is_array(leaf) or isinstance(leaf, numbers | jax.ShapeDtypeStruct)
+    return is_array_or_shape(leaf) or isinstance(leaf, bool | int | float | complex)
 
 
 def is_inexact_array(leaf: Any) -> bool:

@@ -192,10 +192,11 @@ def trace_call(
 ) -> TracedCall:
     """Traces a call, and warns of a policy without effect.
 
-    Strings, functions and all else that is no array passes by the trace.
+    Strings, functions and all else that is no array passes by the trace. Tools of
+    `debug` pass shapes as well.
     """
     inputs = call.inputs
-    is_traced = [_tree.is_array(x) for x in inputs]
+    is_traced = [_tree.is_array_or_shape(x) for x in inputs]
     treedef: Any = None
     static: list[Any] = []  # the leaves of the result, `None` in place of arrays
 

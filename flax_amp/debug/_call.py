@@ -93,28 +93,16 @@ def _use(
 ) -> R:
     """Uses a tool on a call of the user's function."""
     check_not_deleted(asked.where, "args", (*args, kwargs))
-    if runs:
-        kinds = jax.ShapeDtypeStruct | jax.core.Tracer
-        if any(isinstance(x, kinds) for x in jax.tree.leaves((args, kwargs))):
-            raise TypeError(
-                f"{asked.where}: expected arrays with values, outside of jax.jit: the "
-                "program is run. flax_amp.explain takes shapes."
-            )
-        with Console(stderr=True).status(f"{asked.where} ..."):
-            return ask(Call(asked, args, kwargs))
-    found: list[R] = []
-    call = FunctionalCall(
-        lambda *args, **kwargs: found.append(ask(Call(asked, args, kwargs))),
-        *(args, kwargs),
-        caller=asked.where,
-    )
-    is_traced = [_tree.is_numeric(x) and hasattr(x, "dtype") for x in call.inputs]
-    # Inside of a trace nothing runs, and shapes are arrays.
-    jax.eval_shape(
-        lambda *arrays: call.function(_tree.fill(arrays, is_traced, call.inputs)),
-        *_tree.pick(call.inputs, is_traced),
-    )
-    return found[0]
+    if not runs:
+        return ask(Call(asked, args, kwargs))
+    kinds = jax.ShapeDtypeStruct | jax.core.Tracer
+    if any(isinstance(x, kinds) for x in jax.tree.leaves((args, kwargs))):
+        raise TypeError(
+            f"{asked.where}: expected arrays with values, outside of jax.jit: the "
+            "program is run. flax_amp.explain takes shapes."
+        )
+    with Console(stderr=True).status(f"{asked.where} ..."):
+        return ask(Call(asked, args, kwargs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +235,7 @@ class Call(FunctionalCall):
         super().__init__(asked.fun, args, kwargs, open_scopes=True, caller=asked.where)
         self.asked = asked
         self._numbers = range(len(self.inputs))  # in the places of its inputs
-        self._is_array = [_tree.is_array(x) for x in self.inputs]
+        self._is_array = [_tree.is_array_or_shape(x) for x in self.inputs]
         self.arrays = _tree.pick(self.inputs, self._is_array)
         self.paths = self._paths()
 
@@ -311,8 +299,9 @@ class Call(FunctionalCall):
 
         args, _ = self.rebuild_arguments(self._numbers, params)
         first = set(jax.tree.leaves(args[:1]))
-        every = [i in first and _tree.is_inexact(x) for i, x in enumerate(self.inputs)]
-        found = _tree.pick(every, self._is_array)
+        numbers = _tree.pick(self._numbers, self._is_array)
+        pairs = zip(numbers, self.arrays, strict=True)
+        found = [n in first and jnp.issubdtype(x.dtype, jnp.inexact) for n, x in pairs]
         if not any(found):
             raise TypeError(
                 f"{self._caller}: the first argument has no float arrays; expected the "
