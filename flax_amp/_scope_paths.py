@@ -21,11 +21,6 @@ def split_method(segment: str) -> tuple[str, str]:
     return _SEGMENT.fullmatch(segment).groups()  # type: ignore[union-attr, return-value]
 
 
-def names_method(key: str) -> bool:
-    """Whether a key means one method of a module only."""
-    return bool(split_method(key.rpartition("/")[2])[1])
-
-
 def pattern(key: str) -> re.Pattern[str]:
     """Returns the regular expression for the whole paths of scopes that a key means.
 

@@ -28,8 +28,8 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Arrays, DType, Params
-from flax_amp._scope_paths import names_method, paths, pattern
+from flax_amp._compat import Array, Arrays, DType, Eqn, Params
+from flax_amp._scope_paths import paths, pattern
 
 BindArguments = tuple[Arrays, Params]  # what a primitive is bound to
 PrecisionFunction = Callable[..., BindArguments]
@@ -273,6 +273,33 @@ class Decision:
         return self.origin is not Origin.DEFAULT
 
 
+def call_precision_function(
+    eqn: Eqn, decision: Decision, compute_dtype: DType, operands: Arrays
+) -> tuple[Arrays, list[Array]]:
+    """Binds an equation to what a user's function gives; an error says which one.
+
+    It returns what the equation is bound to, and its results.
+    """
+    function: Any = decision.function
+    dtypes = [v.aval.dtype for v in eqn.invars]
+    try:
+        invars, params = function(compute_dtype, dtypes, *operands, **eqn.params)
+        outs = _compat.bind(eqn, invars, params)
+        shapes, expected = [x.shape for x in outs], [v.aval.shape for v in eqn.outvars]
+        # The message of JAX would blame the next equation.
+        if shapes != expected:
+            raise ValueError(f"results of shapes {shapes}; expected {expected}")
+    except Exception as error:
+        error.add_note(
+            f"amp_policy: in the precision function of key {decision.key!r}, called "
+            f"for {eqn.primitive.name}. Expected `def f(compute_dtype, "
+            "original_dtypes, *invars, **bind_params): return invars, bind_params`, "
+            "with operands of the same shapes."
+        )
+        raise
+    return invars, outs
+
+
 class Policy:
     """A checked policy dict, ready to be looked up equation by equation."""
 
@@ -284,9 +311,7 @@ class Policy:
             for key, fn in functions.items()
             if isinstance(key, Primitive)
         }
-        # Keys of one method take precedence over keys of the whole module.
         scopes = [key for key in functions if isinstance(key, str)]
-        scopes.sort(key=names_method, reverse=True)
         self._scopes = [
             (pattern(key), Decision(functions[key], Origin.SCOPE, key))
             for key in scopes

@@ -144,7 +144,7 @@ ORIGINAL, COMPUTE = flax_amp.use_original_precision, flax_amp.use_compute_precis
         (["*/embed"], ("LM", "embed_2.attend"), None),
         (["embed.attend"], ("LM", "embed"), None),
         (["embed.attend"], ("LM", "embed.lookup"), None),
-        (["embed", "*.attend"], ("LM", "embed.attend"), "*.attend"),
+        (["*.attend", "embed"], ("LM", "embed.attend"), "*.attend"),
         (["embed.*"], ("LM", "embed"), None),
         (["LM/enc/d"], ("LM.run", "enc.encode", "d"), "LM/enc/d"),
         (["LM/enc/d"], ("LM", "enc", "enc.encode", "d"), "LM/enc/d"),

@@ -21,7 +21,6 @@ from flax_amp._rewriter.casts import cast_number, down, spread, up
 from flax_amp._rewriter.flow import HALF_ROLES, Node, Outside, Read, among
 from flax_amp._rewriter.fp8 import fp8_dot, fp8_matmul
 from flax_amp._rewriter.plan import Piece, Plan, Planner
-from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.primitives import (
     Kind,
     Trait,
@@ -35,7 +34,7 @@ from flax_amp._rewriter.primitives import (
 from flax_amp._rewriter.roles import Choice
 from flax_amp._rewriter.stored import NOWHERE, is_saved, mark_stored
 from flax_amp._tree import split_list
-from flax_amp.policy import use_fp8, with_result_dtype
+from flax_amp.policy import call_precision_function, use_fp8, with_result_dtype
 
 # What is told of each equation of the user's program as it is emitted, with those in
 # whose bodies it stands: `record(eqn, around, operands, results, choice)`.

@@ -19,7 +19,6 @@ from flax_amp._rewriter.fp8 import check_device
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.plan import Planner
 from flax_amp._rewriter.policy_warnings import warn_of_fp8, warn_of_policy
-from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._rewriter.roles import Chooser, Context
 from flax_amp._tree import PyTree
 from flax_amp.policy import MatmulDType, Policy, PolicyEntries, Precision, read_options
@@ -245,3 +244,33 @@ def amp_stop(fun: Any = None) -> Any:
     """
     scope = jax.named_scope("amp_stop")
     return scope if fun is None else scope(fun)
+
+
+# --- functions that are rewritten already ---------------------------------------------
+
+# The mark of a function that `amp` has rewritten, and of what JAX makes of it, which
+# copies attributes.
+_MARK = "_flax_amp_rewritten"
+
+
+def rewritten(fun: F) -> F:
+    """Marks a function that runs in mixed precision."""
+    vars(fun)[_MARK] = True
+    return fun
+
+
+def is_rewritten(fun: Any) -> bool:
+    """Whether a function runs in mixed precision already."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return getattr(fun, _MARK, False)
+
+
+def refuse_rewritten(caller: str, fun: Any) -> None:
+    """Raises a TypeError if `fun` is marked; `caller` is the tool and the function."""
+    if is_rewritten(fun):
+        tool = caller.partition(":")[0]
+        raise TypeError(
+            f"{caller} is already rewritten by amp; expected the function before amp: "
+            f"{tool}(loss), not {tool}(amp(loss)), its gradient or a train step."
+        )

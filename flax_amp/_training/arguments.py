@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from flax_amp import _tree
-from flax_amp._rewriter.rewritten import is_rewritten
+from flax_amp._rewriter.transform import is_rewritten
 from flax_amp._training import AxisName, PyTree, UserFn
 from flax_amp.policy import Policy, PolicyEntries, Precision, long_word
 

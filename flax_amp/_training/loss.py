@@ -10,8 +10,7 @@ from flax import core, nnx
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
 from flax_amp._rewriter.nnx_scopes import module_scopes
-from flax_amp._rewriter.rewritten import is_rewritten, rewritten
-from flax_amp._rewriter.transform import amp
+from flax_amp._rewriter.transform import amp, is_rewritten, rewritten
 from flax_amp._training import Array, Metrics, PyTree, UserFn
 from flax_amp._training.arguments import (
     Options,

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from flax import nnx, struct
 
-from flax_amp._rewriter.rewritten import rewritten
+from flax_amp._rewriter.transform import rewritten
 from flax_amp._training import AxisName, Metrics, PyTree, UserFn
 from flax_amp._training.arguments import Options, check_options, check_type
 from flax_amp._training.core import run_step

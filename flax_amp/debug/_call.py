@@ -19,8 +19,12 @@ from flax_amp import _tree
 from flax_amp._compat import Array, DType
 from flax_amp._rewriter.fp8 import check_device
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
-from flax_amp._rewriter.rewritten import refuse_rewritten
-from flax_amp._rewriter.transform import Options, TracedCall, trace_call
+from flax_amp._rewriter.transform import (
+    Options,
+    TracedCall,
+    refuse_rewritten,
+    trace_call,
+)
 from flax_amp._training.arguments import declared_keywords
 from flax_amp._training.loss import check_loss, fold_in
 from flax_amp._training.optimizer import AmpOptimizer
