@@ -120,7 +120,7 @@ _rewriter/stored.py
 
 _rewriter/bodies.py
   rewriter/test_regions.py::test_a_scan_adds_up_the_cotangents_of_what_it_closes_over
-- wide = emitter.cast_like(consts, eqn.invars[:start], (False,) * start)
+- wide = emitter.cast_as(consts, eqn.invars[:start], (False,) * start)
 + wide = consts
   rewriter/test_fp8.py::test_a_policy_for_dots_saves_matmuls_in_fp8
 - params["policy"] = PolicyOfPlainMatmuls(params["policy"])

@@ -74,7 +74,7 @@ def _cond(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Arr
 
     def branch(closed: Any, *xs: Array) -> tuple[Array, ...]:
         outs = emitter.emit(closed, xs, of_branches)
-        return tuple(emitter.cast_like(outs, eqn.outvars, outside.uses.rounded))
+        return tuple(emitter.cast_as(outs, eqn.outvars, outside.uses.rounded))
 
     branches = [functools.partial(branch, b) for b in eqn.params["branches"]]
     return jax.lax.switch(index, branches, *xs)
@@ -113,15 +113,15 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Arr
 
     # The cotangents of what each step reads add up over the steps, in float32.
     is_half = [getattr(x, "dtype", None) == emitter.half for x in consts]
-    wide = emitter.cast_like(consts, eqn.invars[:start], (False,) * start)
+    wide = emitter.cast_as(consts, eqn.invars[:start], (False,) * start)
 
     def body(carry: tuple[Array, ...], x: tuple[Array, ...]) -> Any:
-        known = emitter.cast_like(wide, eqn.invars[:start], is_half)
+        known = emitter.cast_as(wide, eqn.invars[:start], is_half)
         found = emitter.emit(closed, (*known, *carry, *x), of_body)
         carry_out, ys = split_list(found, count)
-        return tuple(emitter.cast_like(carry_out, carries, is_stream)), tuple(ys)
+        return tuple(emitter.cast_as(carry_out, carries, is_stream)), tuple(ys)
 
-    first = tuple(emitter.cast_like(init, carries, is_stream))
+    first = tuple(emitter.cast_as(init, carries, is_stream))
     carry, ys = jax.lax.scan(body, first, tuple(xs), **_compat.scan_options(eqn))
     return [*carry, *ys]
 
@@ -136,7 +136,7 @@ def _while(emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside) -> Ar
 
     def states(arrays: Arrays, atoms: Sequence[Atom]) -> list[Array]:
         # The results of a body must have the types of its inputs, strong ones.
-        cast = emitter.cast_like(arrays, atoms, (False,) * len(atoms))
+        cast = emitter.cast_as(arrays, atoms, (False,) * len(atoms))
         return [_compat.with_weak_type(x, False) for x in cast]
 
     start = states(init, eqn.invars[sum(sizes) :])

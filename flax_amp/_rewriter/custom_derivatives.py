@@ -65,7 +65,7 @@ def _prepare(
     emitter = emitter.replace(recompute=False)  # its rule says what is stored
     captured = eqn.params.get("captured", ())
     count = len(captured)
-    known = emitter.cast_like(operands[:count], eqn.invars[:count], (False,) * count)
+    known = emitter.cast_as(operands[:count], eqn.invars[:count], (False,) * count)
     operands = operands[count:]
     params = {name: eqn.params[name] for name in eqn.params if name != "captured"}
     eqn = eqn.replace(invars=eqn.invars[count:], params=params)
@@ -191,7 +191,7 @@ def _emit_jvp(call: _Call, primals: Arrays, tangents: Arrays) -> Any:
     results = call.emit(closed, [*primals, *given])
     return tuple(
         # The tangent of an integer has no dtype that could be cast.
-        tuple(call.emitter.cast_like(part, call.eqn.outvars, call.out_halves))
+        tuple(call.emitter.cast_as(part, call.eqn.outvars, call.out_halves))
         for part in split_list(results, len(outs))
     )
 
@@ -227,7 +227,7 @@ def _emit_forward(call: _Call, symbolic: bool, *given: Any) -> Any:
     primals_out, stored = split_list(results, len(outs))
     plain = dataclasses.replace(call, arrays=())
     backward = functools.partial(_emit_backward, plain, treedef, outs, residuals)
-    cast = call.emitter.cast_like(primals_out, call.eqn.outvars, call.out_halves)
+    cast = call.emitter.cast_as(primals_out, call.eqn.outvars, call.out_halves)
     return tuple(cast), jax.tree_util.Partial(backward, list(stored), list(call.arrays))
 
 
@@ -255,6 +255,6 @@ def _emit_backward(
     grads = call.emit(closed, [*residuals, *given])
     variables = pick(call.eqn.invars, call.mask)
     halves = pick(call.in_halves, call.mask)
-    cast = call.emitter.cast_like(grads, variables, halves)
+    cast = call.emitter.cast_as(grads, variables, halves)
     grads = fill(cast, call.mask, [None] * len(call.mask))
     return (*[None] * len(call.captured), *grads)

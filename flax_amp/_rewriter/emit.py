@@ -113,7 +113,7 @@ class Emitter:
             outs = function(*arrays)
         run.arrays.update(zip(piece.outs, outs, strict=True))
 
-    def cast_like(
+    def cast_as(
         self, arrays: Arrays, variables: Sequence[Atom], halves: Sequence[bool]
     ) -> list[Array]:
         """Returns the arrays of variables in half precision, or as the jaxpr says.
@@ -147,7 +147,7 @@ class _Run:
             operands, results, reason = emit(node)
             results = self._write(eqn, results)
         if record is not None:
-            result = _what_became(eqn, plan, results)
+            result = _what_became(node, plan, results)
             why = node.choice._replace(reason=reason, result=result)
             record(eqn, self.emitter.around, operands, results, why)
 
@@ -233,12 +233,13 @@ class _Run:
         return operands, [down(x, half) for x in results] if stays_half else results
 
     def _stays_half(self, node: Node) -> bool:
-        """Whether a move, or an addition of two halves or a bias, stays in half."""
+        """Whether a move, or a sum of halves or of a half and a bias, stays in half."""
         eqn, role, name = node.eqn, node.choice.role, node.eqn.primitive.name
         others, has_half = self._not_half(node)
         is_read = not self.plan.flow.for_matmuls.isdisjoint(eqn.outvars)
         # What a gather reads is the larger array, which is not cast up for it.
-        if not has_half or not (is_read or name == "gather"):
+        is_kept = is_read or (name == "gather" and not repeats(eqn))
+        if not has_half or not is_kept:
             return False
         if role is Kind.MOVE:
             if has(eqn, Trait.RANKS) or has(eqn, Trait.ILL_CONDITIONED):
@@ -367,9 +368,10 @@ def _stored_relu(x: Array, mark: Callable[[Array], Array]) -> Array:
     return relu(x)
 
 
-def _what_became(eqn: Eqn, plan: Plan, results: Arrays) -> str:
+def _what_became(node: Node, plan: Plan, results: Arrays) -> str:
     """Says what became of the first result of an equation, of a scan of all."""
-    if eqn.primitive.name == "scan":
+    eqn = node.eqn
+    if eqn.primitive.name == "scan" and node.has_matmul:
         _, count = _compat.scan_counts(eqn)
         dtypes = [str(x.dtype) for x in results]
         carried, stacked = (

@@ -61,24 +61,24 @@ def flatten(closed: Jaxpr, opened: Callable[[Eqn], Program | None]) -> Program:
     for eqn in jaxpr.eqns:
         body = opened(eqn)
         if body is not None and len(body.eqns) <= _LARGEST:
-            copy = _copy(body, eqn, _now(eqn.invars, renamed))
+            copy = _copy(body, eqn, _current(eqn.invars, renamed))
             eqns += copy.eqns
             known |= copy.consts
             renamed |= zip(eqn.outvars, copy.outvars, strict=True)
         else:
-            eqns.append(_renamed(_with_captures(eqn, made), renamed))
+            eqns.append(_with_names(_with_captures(eqn, made), renamed))
         made.update(eqn.outvars)
-    return Program(jaxpr.invars, _now(jaxpr.outvars, renamed), eqns, known)
+    return Program(jaxpr.invars, _current(jaxpr.outvars, renamed), eqns, known)
 
 
-def _now(atoms: Sequence[Atom], renamed: dict[Var, Atom]) -> list[Atom]:
+def _current(atoms: Sequence[Atom], renamed: dict[Var, Atom]) -> list[Atom]:
     return [x if isinstance(x, Literal) else renamed.get(x, x) for x in atoms]
 
 
-def _renamed(eqn: Eqn, renamed: dict[Var, Atom]) -> Eqn:
+def _with_names(eqn: Eqn, renamed: dict[Var, Atom]) -> Eqn:
     if not any(v in renamed for v in _compat.variables(eqn.invars)):
         return eqn
-    return eqn.replace(invars=_now(eqn.invars, renamed))
+    return eqn.replace(invars=_current(eqn.invars, renamed))
 
 
 def _copy(body: Program, call: Eqn, operands: Sequence[Atom]) -> Program:
@@ -90,11 +90,11 @@ def _copy(body: Program, call: Eqn, operands: Sequence[Atom]) -> Program:
     outer = _compat.scopes(call)
     eqns = []
     for eqn in body.eqns:
-        invars = _now(eqn.invars, renamed)
+        invars = _current(eqn.invars, renamed)
         outvars = [renamed.setdefault(v, Var(v.aval)) for v in eqn.outvars]
         eqn = eqn.replace(invars=invars, outvars=outvars)
         eqns.append(_compat.with_scopes(eqn, (*outer, *_compat.scopes(eqn))))
-    return Program(body.invars, _now(body.outvars, renamed), eqns, consts)
+    return Program(body.invars, _current(body.outvars, renamed), eqns, consts)
 
 
 # --- what rules close over -----------------------------------------------------------

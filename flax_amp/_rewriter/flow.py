@@ -118,10 +118,10 @@ class Flow(NamedTuple):
 
 
 def cached(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a method of `Flows` compute each result once."""
+    """Lets a method of `FlowAnalysis` compute each result once."""
 
     @functools.wraps(method)
-    def lookup(self: "Flows", *args: Any) -> Any:
+    def lookup(self: "FlowAnalysis", *args: Any) -> Any:
         key = (method.__name__, *args)
         if key not in self.cache:
             self.cache[key] = method(self, *args)
@@ -130,7 +130,7 @@ def cached(method: Callable[..., Any]) -> Callable[..., Any]:
     return lookup
 
 
-class Flows:
+class FlowAnalysis:
     """Sweeps over jaxprs; over each once for what happens to its results."""
 
     def __init__(self, choose: Chooser):

@@ -101,8 +101,8 @@ class FunctionalCall:
         return jax.tree.unflatten(self._treedef, leaves)
 
 
-def changes_in(tree: PyTree, name: str) -> Callable[[], list[str]]:
-    """Returns a function that names the variables in `tree` that changed since then."""
+def watch_changes(tree: PyTree, name: str) -> Callable[[], list[str]]:
+    """Returns a function that names variables in `tree` that changed since then."""
     leaves = tree_leaves_with_path(tree, is_leaf=is_node)
     places = {keystr(path): node for path, node in leaves if is_node(node)}
     nodes = list(places.values())

@@ -18,7 +18,7 @@ from flax_amp._rewriter.flatten import Program
 from flax_amp._rewriter.flow import (
     HALF_ROLES,
     Flow,
-    Flows,
+    FlowAnalysis,
     Node,
     Outside,
     Read,
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
         return self.why_float32.get(v) == ""
 
 
-class Planner(Flows):
+class Planner(FlowAnalysis):
     """Plans jaxprs; each is planned once for what is known from outside."""
 
     @cached
@@ -121,17 +121,17 @@ def _read_outside(flow: Flow, outside: Outside) -> tuple[set[Var], set[Var]]:
 def _reads(
     flow: Flow, unrounded_results: Sequence[bool], unrounded_inside: set[Var]
 ) -> tuple[list[Node], Reads]:
-    """Returns the equations and how results are read, for what is rounded."""
+    """Returns equations and results that read unrounded only what is so inside."""
 
-    def as_rounded(read: Read | None) -> Read | None:
+    def settled(read: Read | None) -> Read | None:
         return read and Read(read.v, read.is_unrounded and read.v in unrounded_inside)
 
     nodes = [
-        dataclasses.replace(node, reads=list(map(as_rounded, node.reads)))
+        dataclasses.replace(node, reads=list(map(settled, node.reads)))
         for node in flow.nodes
     ]
     results = [
-        None if isinstance(v, Literal) else as_rounded(Read(v, is_unrounded))
+        None if isinstance(v, Literal) else settled(Read(v, is_unrounded))
         for v, is_unrounded in zip(flow.program.outvars, unrounded_results, strict=True)
     ]
     return nodes, results
@@ -154,7 +154,7 @@ def _why_float32(
             elif v not in flow.for_matmuls:
                 why[v] = "no matmul reads it later"
             elif v not in after_matmul:
-                why[v] = "computed from arguments alone"
+                why[v] = "no matmul comes before it here"
             elif v in sums:
                 why[v] = "a sum or a maximum"
             elif v in steps:
@@ -216,7 +216,8 @@ def _after_matmul(flow: Flow, outside: Outside) -> set[Var]:
     """Returns the variables that come after a matmul."""
     after_matmul = set(flagged(flow.program.invars, outside.after_matmul))
     for node in flow.nodes:
-        if not (node.in_region and after_matmul.isdisjoint(variables(node.eqn.invars))):
+        operands = variables(node.eqn.invars)
+        if not node.in_region or not after_matmul.isdisjoint(operands):
             after_matmul.update(node.eqn.outvars)
     return after_matmul
 

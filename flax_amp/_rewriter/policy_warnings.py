@@ -107,8 +107,11 @@ def _why_kept(choose: Chooser, matmul: Visit) -> str:
 
 
 def _warn_of_keys(policy: Policy, scopes: set[tuple[str, ...]], idle: set[str]) -> None:
-    """Warns of keys that match no scope, and no input that nothing reads."""
-    # A name has keys in quotes, and other words.
+    """Warns of keys that match no scope.
+
+    A key that matches an unused input passes: its module is not called here.
+    """
+    # `params['LM']['embed']` has the segments `params`, `LM` and `embed`.
     parts = {tuple(re.findall(r"(?<=\[')[^']+|\w+", name)) for name in idle}
     if missing := sorted(policy.unmatched(scopes | parts)):
         lines = "\n".join(f"  {key!r} ({_nearest(key, scopes)})" for key in missing)
@@ -116,8 +119,8 @@ def _warn_of_keys(policy: Policy, scopes: set[tuple[str, ...]], idle: set[str]) 
             f"amp_policy: scope keys that match nothing in this program:\n{lines}\n"
             "expected the name of a jax.named_scope, or the path of a Flax module "
             "('LM/embed'), also as a glob ('*/embed'); an nnx.Module has one if it is "
-            "an argument of the function, a shared one that of its first path by the "
-            "alphabet. Correct these keys, or leave them out."
+            "an argument of the function; with several paths, the first one by the "
+            "alphabet counts. Correct these keys, or leave them out."
         )
 
 

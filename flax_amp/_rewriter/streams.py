@@ -19,14 +19,14 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr
-from flax_amp._rewriter.flow import Flags, Flows
+from flax_amp._rewriter.flow import Flags, FlowAnalysis
 from flax_amp._rewriter.plan import small_steps
 from flax_amp._rewriter.primitives import Kind, bodies, is_layout
 from flax_amp._rewriter.roles import Context
 
 
 def streams(
-    flows: Flows,
+    flows: FlowAnalysis,
     closed: Jaxpr,
     context: Context,
     sizes: Sequence[int],
@@ -84,7 +84,7 @@ def _joined(origins: Sequence[_Origin]) -> _Origin:
 class _Search(NamedTuple):
     """A walk through the body of a scan, and through the bodies in it."""
 
-    flows: Flows
+    flows: FlowAnalysis
     states: set[int]  # the carries that are found to be no streams
 
     def results(

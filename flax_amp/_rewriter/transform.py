@@ -26,7 +26,7 @@ from flax_amp.policy import MatmulDType, Policy, PolicyEntries, Precision, read_
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Options(TypedDict, total=False):
+class AmpOptions(TypedDict, total=False):
     """The options of `amp`."""
 
     precision: Precision | None
@@ -37,9 +37,9 @@ class Options(TypedDict, total=False):
 
 
 @overload
-def amp(fun: F, **options: Unpack[Options]) -> F: ...
+def amp(fun: F, **options: Unpack[AmpOptions]) -> F: ...
 @overload
-def amp(fun: None = None, **options: Unpack[Options]) -> Callable[[F], F]: ...
+def amp(fun: None = None, **options: Unpack[AmpOptions]) -> Callable[[F], F]: ...
 def amp(
     fun: Any = None,
     *,
@@ -65,10 +65,10 @@ def amp(
         is static. `nnx.Module` arguments are updated as `fun` updates them.
       precision: `"bf16-mixed"`, the default, `"16-mixed"`, `"32-true"` or
         `"fp8-mixed"`, or short `"bf16"`, `"fp16"`, `"fp32"`, `"fp8"`.
-      compute_dtype: the same as a dtype: `jnp.bfloat16`; `jnp.float16`, which needs a
-        scaled loss (see `flax_amp.dynamic_scale_value_and_grad`); or `jnp.float32` to
-        call `fun` as it is, unless `amp_policy` has another dtype or a function of your
-        own.
+      compute_dtype: a dtype instead of a word: `jnp.bfloat16`; `jnp.float16`, which
+        needs a scaled loss (see `flax_amp.dynamic_scale_value_and_grad`); or
+        `jnp.float32` to call `fun` as it is, unless `amp_policy` has another dtype or a
+        function of your own.
       amp_policy: which primitive or scope runs in which precision: `{primitive or scope
         string: precision function or dtype}`. `None`: `flax_amp.default_amp_policy`,
         which you can extend (`flax_amp.default_amp_policy | {...}`). A scope is a
@@ -88,8 +88,8 @@ def amp(
     Raises:
       TypeError: if an argument has the wrong type, or both `precision` and
         `compute_dtype` are given.
-      ValueError: if `precision` is no word for one; when called, if the device has no
-        matmuls in fp8.
+      ValueError: if `precision` is none of these words; when called, if the device
+        has no matmuls in fp8.
 
     Example:
       >>> import jax, jax.numpy as jnp, flax_amp

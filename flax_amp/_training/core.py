@@ -92,7 +92,7 @@ def run_with_retries(
         nonlocal static
         found = run(scaler)
         new = update_scaler(scaler, found.backward, loss_finite=found.forward)
-        # The scale also stays where it is at its lower limit.
+        # At its lower limit the scale stays, and a retry would change nothing.
         falls = found.forward & ~found.backward & (new["scaler"] < scaler["scaler"])
         # A loop can carry arrays only. The other leaves are the same in every pass.
         arrays, static = _tree.partition(found, _tree.is_array)

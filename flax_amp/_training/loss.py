@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import core, nnx
 
 from flax_amp import _tree
-from flax_amp._rewriter.nnx_bridge import changes_in
+from flax_amp._rewriter.nnx_bridge import watch_changes
 from flax_amp._rewriter.nnx_scopes import module_scopes
 from flax_amp._rewriter.transform import amp, is_rewritten, rewritten
 from flax_amp._training import Array, Metrics, PyTree, UserFn
@@ -40,7 +40,7 @@ def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
             trained = nnx.traversals.flatten_mapping(params)
             new = split_model(target, lambda path, _: path in trained)["variables"]
         else:
-            new = variables | _collections(metrics, variables, name)
+            new = variables | _pop_collections(metrics, variables, name)
         return loss, _changes(variables, new, name), metrics
 
     return pure
@@ -86,7 +86,7 @@ def call_user_fn(
     state = state.replace(params=params, variables=variables)
     offered = {"state": state, "rngs": rngs}
     keywords = {key: offered[key] for key in declared_keywords(fn)}
-    watched = changes_in(batch, "batch"), changes_in(args, "args")
+    watched = watch_changes(batch, "batch"), watch_changes(args, "args")
     if state.graphdef is None:
         target, out = state.params, fn(state.params, batch, *args, **keywords)
     else:
@@ -146,7 +146,7 @@ def merge_metrics(own: Metrics, measured: Metrics, aux: Metrics) -> Metrics:
     return merged
 
 
-def _collections(aux: Metrics, old: PyTree, name: str) -> PyTree:
+def _pop_collections(aux: Metrics, old: PyTree, name: str) -> PyTree:
     """Takes the updated collections of a Linen model out of its `aux`."""
     if misplaced := sorted(aux.keys() & set(old)):
         raise ValueError(
@@ -154,7 +154,7 @@ def _collections(aux: Metrics, old: PyTree, name: str) -> PyTree:
             "expected them in aux['variables'], which updates the state. Return "
             "(loss, {'variables': updates})."
         )
-    # A dict that is mapped has its keys sorted, as the collections of the state have.
+    # `jax.tree.map` sorts the keys of a dict, as those of the state are.
     return jax.tree.map(lambda x: x, core.unfreeze(dict(aux.pop("variables", {}))))
 
 

@@ -114,7 +114,11 @@ def _check_objects(model: Any, optimizer: Any) -> None:
 
 
 def _step(
-    options: Options, model: nnx.Module, optimizer: Any, batch: PyTree, *args: PyTree
+    options: Options,
+    model: nnx.Module,
+    optimizer: Any,
+    batch: PyTree,
+    *args: PyTree,
 ) -> Metrics:
     others, (batch, args) = take_out((batch, args))
     # What several of them share has its path in the one that sorts first: `model`,

@@ -25,7 +25,7 @@ from flax_amp.policy import Precision, read_precision
 
 Scaler = dict[str, Array]
 
-# Beyond 2**24 no gradient of float16 gains, and below 2**-24 all of them are 0.
+# The least number of float16, and its inverse: no run needs a scale beyond them.
 LOWEST, HIGHEST = 2.0**-24, 2.0**24
 
 # For each key: the dtype, and between which numbers a value must lie.

@@ -1,4 +1,4 @@
-"""The ways to call the tools, all as `tool(loss_fn)(*args)`, and calls as functions."""
+"""The ways to call a tool, as `explain` tells them, and the call as pure functions."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from flax_amp._compat import Array, DType
 from flax_amp._rewriter.fp8 import check_device
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.transform import (
-    Options,
+    AmpOptions,
     TracedCall,
     refuse_rewritten,
     trace_call,
@@ -45,7 +45,7 @@ Loss = Callable[..., Any]
 Trained = AmpTrainState | tuple[nnx.Module, nnx.Optimizer[Any]]
 
 
-class ToolOptions(Options, total=False):
+class ToolOptions(AmpOptions, total=False):
     """The options of the tools; all take those of `flax_amp.amp`."""
 
     backward: bool  # of `explain`

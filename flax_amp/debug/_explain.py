@@ -95,7 +95,7 @@ class Explanation(Report):
 
     @property
     def low_share(self) -> float | None:
-        """The share of these that run in half precision; `None` if there are none."""
+        """The share of them in half precision or fp8; `None` if there are none."""
         return low_share(self.equations)
 
     def report(self, *, only: str | None = None) -> str:

@@ -268,7 +268,7 @@ class _Diagnosis:
             if not own:
                 break
             parts.append(own[0])
-            programs = self._programs(self._trials.in_half(parts))
+            programs = self._programs(self._trials.with_float32(parts))
             fault = self._first_cause(programs, 1.0)
         return parts
 

@@ -99,7 +99,7 @@ class Equation:
 
 
 def low_share(rows: Sequence[Equation]) -> float | None:
-    """Returns the share of matmuls in half precision; `None` if there are none."""
+    """Returns the share of matmuls in half or fp8; `None` if there are none."""
     flops = sum(row.flops for row in rows)
     low = sum(row.flops for row in rows if row.is_low or row.is_in_fp8)
     return low / flops if flops else None

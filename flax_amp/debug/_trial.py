@@ -19,8 +19,8 @@ from flax_amp.debug._run import is_finite
 from flax_amp.policy import Policy
 
 _MAX_RUNS = 16  # of a search
-# A CPU computes halves in float32, where XLA would leave out the roundings in between
-# that other devices do. Each program runs once.
+# On a CPU, XLA computes halves in float32, and would leave out roundings that other
+# devices do. Each program runs once.
 _ON_CPU = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 
 
@@ -56,7 +56,7 @@ class Trials:
         """The run in float32."""
         return self._step(functools.partial(evaluate, self.traced.closed), Recorder())
 
-    def in_half(self, parts: Collection[Part], entries: Any = None) -> TracedCall:
+    def with_float32(self, parts: Collection[Part], entries: Any = None) -> TracedCall:
         """Returns the program in half precision, with parts of it in float32.
 
         The policy is that of the call, unless there are other entries.
@@ -69,8 +69,8 @@ class Trials:
     def run(
         self, parts: Collection[Part] = (), scale: float = 1.0, entries: Any = None
     ) -> Trial:
-        """Runs what `in_half` returns, with a scale of the loss."""
-        emit, recorder = self.in_half(parts, entries).emit, Recorder()
+        """Runs what `with_float32` returns, with a scale of the loss."""
+        emit, recorder = self.with_float32(parts, entries).emit, Recorder()
         recompute = self._call.asked.recompute
         return self._step(lambda x: emit(x, recompute, recorder), recorder, scale)
 

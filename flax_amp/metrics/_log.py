@@ -28,7 +28,6 @@ class MetricWriter:
 
     def __init__(self, path: Path | None, board: Any, terminal: str | None) -> None:
         self._path, self._board, self._terminal = path, board, terminal
-        self._last = math.inf, 0.0
 
     def write_scalars(self, step: Any, scalars: Mapping[str, Any]) -> None:
         """Writes one real number for each name, or nothing if one is none."""
@@ -51,12 +50,7 @@ class MetricWriter:
                 file.write(text + "\n")
 
     def _print(self, step: int, numbers: Mapping[str, Any]) -> None:
-        (last_step, last_time), now = self._last, time.monotonic()
-        self._last = step, now
         shown = [f"step {step}{self._terminal}"]
-        if step > last_step:
-            rate = (step - last_step) / max(now - last_time, 1e-9)
-            shown.append(f"{rate:.3g} steps/s")
         names = [name for name in numbers if "hyperparams/" not in name]
         shown += [f"{name} {numbers[name]:.4g}" for name in names]
         print("  ".join(shown), flush=True)
@@ -96,7 +90,7 @@ def create_writer(
         and hidden by TensorBoard.
       total_steps: the last step of the run, for the terminal.
       tensorboard: write event files, which takes tensorboardX.
-      terminal: print a line for each call, with steps per second.
+      terminal: print a line for each call.
 
     Example:
       >>> import tempfile
