@@ -90,8 +90,7 @@ class AmpTrainState(train_state.TrainState):
           precision: what the steps compute in, and the scaler that they start with.
             "bf16-mixed" and "32-true": bfloat16 or float32, unscaled. "16-mixed":
             float16 and `flax_amp.init_scaler()`. "fp8-mixed": bfloat16 with matmuls on
-            8-bit floats where it pays, on devices that have them (`docs/fp8.md`).
-            "bf16", "fp32", "fp16" and "fp8" are short for them.
+            8-bit floats where it pays (`docs/fp8.md`). Or short, as "bf16".
           param_dtype: in what to store the parameters: float32, or bfloat16 for those
             with two or more dimensions. They are updated in float32, and rounded as
             `flax_amp.optim.small_state` says. The loss sees them in float32.

@@ -4,6 +4,7 @@
 most the last one. TensorBoard and the terminal get the same numbers.
 """
 
+import contextlib
 import json
 import math
 import operator
@@ -20,7 +21,7 @@ _NAME = "metrics.jsonl"
 _NUMBER = int | float | None
 
 
-class MetricWriter:
+class MetricWriter(contextlib.AbstractContextManager):  # type: ignore[type-arg]
     """Writes the metrics of a run, with the methods of clu's `MetricWriter`.
 
     Those for anything but numbers and hyper-parameters do nothing.
@@ -37,7 +38,9 @@ class MetricWriter:
         for name, value in numbers.items() if self._board else ():
             self._board.add_scalar(name, value, step)
         if self._terminal is not None:
-            self._print(step, numbers)
+            shown = [n for n in numbers if "hyperparams/" not in n]
+            texts = [f"{name} {numbers[name]:.4g}" for name in shown]
+            print(f"step {step}{self._terminal}", *texts, sep="  ", flush=True)
 
     def write_hparams(self, hparams: Mapping[str, Any]) -> None:
         self._write_line({"hparams": dict(hparams)})
@@ -49,12 +52,6 @@ class MetricWriter:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(text + "\n")
 
-    def _print(self, step: int, numbers: Mapping[str, Any]) -> None:
-        shown = [f"step {step}{self._terminal}"]
-        names = [name for name in numbers if "hyperparams/" not in name]
-        shown += [f"{name} {numbers[name]:.4g}" for name in names]
-        print("  ".join(shown), flush=True)
-
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("write_") and name != "flush":
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
@@ -63,9 +60,6 @@ class MetricWriter:
     def close(self) -> None:
         if self._board is not None:
             self._board.close()
-
-    def __enter__(self) -> "MetricWriter":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

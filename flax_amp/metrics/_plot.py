@@ -84,10 +84,7 @@ def _lines(logged: dict[str, Any], panel: str) -> list[_Line]:
 def _draw(axes: Any, name: str, lines: list[_Line]) -> None:
     values = np.concatenate([y for _, _, y, _ in lines])
     values = values[np.isfinite(values)]
-    note = "no step was skipped" if name == "skip_rate" and not values.any() else ""
-    note = note if values.size else "every value is NaN"
     axes.set_title(_PANELS[name][0], loc="left", fontsize=10)
-    axes.set_title(note, loc="right", fontsize=8.5, color="#777")
     axes.grid(axis="y", color="#ddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     red = dict(color="#c8102e", clip_on=False, transform=axes.get_xaxis_transform())

@@ -220,14 +220,13 @@ def texts(tmp_path):
 
 
 TITLES = ["loss", "loss scale", "gradient norm", "learning rate", "skip rate"]
-CLEAN, ALL_NAN = "no step was skipped", "every value is NaN"
 RUNS = {  # what is logged, and texts that must be in the picture, and must not be
-    "fine": ([step(i) for i in range(1, 9)], [CLEAN], []),
-    "many": ([step(i) for i in range(1, 60)], [CLEAN], []),
-    "skips": ([step(i, 0.5 * (i % 2)) for i in range(1, 9)], [], [CLEAN]),
-    "all": ([step(i, 1.0, NAN) for i in range(1, 9)], [ALL_NAN], [CLEAN]),
+    "fine": ([step(i) for i in range(1, 9)], [], []),
+    "many": ([step(i) for i in range(1, 60)], [], []),
+    "skips": ([step(i, 0.5 * (i % 2)) for i in range(1, 9)], [], []),
+    "all": ([step(i, 1.0, NAN) for i in range(1, 9)], [], []),
     "one": ([step(50)], ["50"], []),
-    "one skipped": ([step(1, 1.0, NAN)], [ALL_NAN], []),
+    "one skipped": ([step(1, 1.0, NAN)], [], []),
     "NaN between": ([step(i, loss=NAN if i % 2 else 1.0) for i in range(9)], [], []),
     "zero": ([step(i, loss=0.0, scale=0.0) for i in range(9)], [], []),
     "negative": ([step(i, loss=-1.0 * i) for i in range(9)], [], []),
