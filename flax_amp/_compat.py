@@ -243,11 +243,14 @@ def scopes(eqn: Eqn) -> tuple[Any, ...]:
     return tuple(eqn.source_info.name_stack.stack)
 
 
-def with_scopes(eqn: Eqn, scopes: Sequence[Any]) -> Any:
-    """Returns an equation with other scopes around it."""
-    info = eqn.source_info
-    name_stack = type(info.name_stack)(tuple(scopes))
-    return eqn.replace(source_info=info.replace(name_stack=name_stack))
+def opened(eqn: Eqn, call: Eqn, is_of_jax: bool) -> Any:
+    """Returns an equation in a call as it stands in the place of the call.
+
+    Of a function of JAX, it gets the line of the call: it has none itself.
+    """
+    info = (call if is_of_jax else eqn).source_info
+    stack = type(info.name_stack)((*scopes(call), *scopes(eqn)))
+    return eqn.replace(source_info=info.replace(name_stack=stack))
 
 
 def struct_of(aval: Aval, dtype: DType) -> jax.ShapeDtypeStruct:

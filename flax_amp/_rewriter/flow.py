@@ -18,7 +18,6 @@ import functools
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
@@ -294,16 +293,11 @@ def _is_apart_itself(eqn: Eqn) -> bool:
         return True
     if eqn.primitive.name == "jit" and _compat.has_options(eqn):
         return True
-    if eqn.effects or has(eqn, Trait.APART) or kind_of(eqn) is Kind.OTHER:
+    if eqn.effects or kind_of(eqn) is Kind.OTHER:
         return True
     # A policy of `jax.checkpoint` cannot store complex numbers or 8-bit floats.
-    dtypes = [getattr(v.aval, "dtype", None) for v in eqn.outvars]
-    return any(
-        jnp.issubdtype(d, jnp.complexfloating)
-        or (jnp.issubdtype(d, jnp.floating) and d.itemsize < 2)
-        for d in dtypes
-        if d
-    )
+    dtypes = (str(getattr(v.aval, "dtype", "")) for v in eqn.outvars)
+    return any(d.startswith(("complex", "float8", "float6", "float4")) for d in dtypes)
 
 
 def _is_move(node: Node) -> bool:

@@ -107,11 +107,8 @@ def _why_kept(choose: Chooser, matmul: Visit) -> str:
 
 
 def _warn_of_keys(policy: Policy, scopes: set[tuple[str, ...]], idle: set[str]) -> None:
-    """Warns of keys that match no scope.
-
-    A key that matches an unused input passes: its module is not called here.
-    """
-    # `params['LM']['embed']` has the segments `params`, `LM` and `embed`.
+    """Warns of keys that match no scope and name no unused input."""
+    # A module that is not called here may have parameters: `params['LM']['head']`.
     parts = {tuple(re.findall(r"(?<=\[')[^']+|\w+", name)) for name in idle}
     if missing := sorted(policy.unmatched(scopes | parts)):
         lines = "\n".join(f"  {key!r} ({_nearest(key, scopes)})" for key in missing)

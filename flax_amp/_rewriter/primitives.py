@@ -44,7 +44,6 @@ class Trait(enum.Flag):
     LAYOUT = enum.auto()  # each number of the result is one of the operand's
     RANKS = enum.auto()  # numbers by their size: a rounding makes equals of neighbors
     EXACT_LITERAL = enum.auto()  # a rounded literal would change the result
-    APART = enum.auto()  # a move that is faster outside of `jax.checkpoint`
 
 
 class Traits(NamedTuple):
@@ -80,19 +79,18 @@ TRAITS = _table(
         device_put preduced reduced_vary_cast reduced_vary_cast_p""": Traits(
             Kind.MOVE, Trait.LAYOUT
         ),
-        # Traffic between devices is not repeated in the backward pass.
+        # Traffic between devices, and what takes long, is not repeated.
         """all_gather all_gather_invariant all_gather_reduced all_to_all
         ragged_all_to_all ppermute pbroadcast pbroadcast_dynamic pmax pmin
-        unreduced_pmax unreduced_pmin""": Traits(Kind.MOVE, Trait.STORED),
+        unreduced_pmax unreduced_pmin cummax cummin""": Traits(Kind.MOVE, Trait.STORED),
         """gather scatter dynamic_slice dynamic_update_slice select_n neg abs sign
-        is_finite""": Traits(Kind.MOVE),
+        is_finite reduce_window_max reduce_window_min""": Traits(Kind.MOVE),
         "eq ne lt le gt ge eq_to lt_to le_to max min clamp": Traits(
             Kind.MOVE, Trait.EXACT_LITERAL
         ),
-        "reduce_max reduce_min": Traits(Kind.MOVE, Trait.STORED | _ILL),
-        "scatter-max scatter-min": Traits(Kind.MOVE, Trait.STORED | _ILL),
-        "cummax cummin": Traits(Kind.MOVE, Trait.STORED),
-        "reduce_window_max reduce_window_min": Traits(Kind.MOVE, Trait.APART),
+        "reduce_max reduce_min scatter-max scatter-min": Traits(
+            Kind.MOVE, Trait.STORED | _ILL
+        ),
         "sort top_k approx_top_k argmax argmin": Traits(
             Kind.MOVE, Trait.STORED | Trait.RANKS
         ),

@@ -178,8 +178,9 @@ class AmpOptimizer(nnx.Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute; a scaler such as `init_scaler()` becomes Variables."""
         if name == "scaler":
-            given = check_scaler(pure(value), "AmpOptimizer: scaler", wait=True)
-            value = nnx.data({key: OptState(x) for key, x in given.items()})
+            new = check_scaler(pure(value), "AmpOptimizer: scaler", wait=True)
+            # Copies, because a step deletes what it is given.
+            value = nnx.data({k: OptState(_tree.own(x)) for k, x in new.items()})
         if name == "precision":
             value = long_word(value, "AmpOptimizer: precision")
         super().__setattr__(name, value)

@@ -252,18 +252,19 @@ def _equations(found: Explanation) -> Table:
 def _tree(found: Explanation) -> Table:
     """Returns the modules, as many levels of them as fit a screen.
 
-    Twelve layers are one, `GPT/Block_*`, unless one of them is in float32. A module
+    Twelve layers are one, `GPT/Block_*`, unless one computes in other dtypes. A module
     comes before those in it.
     """
     rows = [(tuple(filter(None, row.path.split("/"))), row) for row in found.equations]
-    are_low: dict[tuple[str, ...], set[bool]] = defaultdict(set)  # matmuls of a module
+    # In which dtypes a module computes its matmuls, and what stays float32.
+    dtypes: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for names, row in rows:
-        for size in range(len(names) + 1) if row.flops else ():
-            are_low[names[:size]].add(row.is_low)
+        for size in range(len(names) + 1) if row.flops or row.stays_by_rule else ():
+            dtypes[names[:size]].add(row.computes_in)
     modules: dict[tuple[Any, ...], list[Equation]] = defaultdict(list, {(): []})
     for names, row in rows:
         path = tuple(
-            (_without_numbers(name), *sorted(are_low[names[:size]]))
+            (_without_numbers(name), *sorted(dtypes[names[:size]]))
             for size, name in enumerate(names, 1)
         )
         for size in range(len(path) + 1):

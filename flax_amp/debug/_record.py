@@ -95,6 +95,7 @@ class Equation:
         """Whether its result is float32 as that of a sum, or because a key says so."""
         is_sum = kind_of(self.primitive) is Kind.SUM
         is_key = self.result == f"float32: {self.reason}"
+        is_key &= self.computes_in == "float32"
         return is_key or (is_sum and self.result.startswith("float32"))
 
 

@@ -109,18 +109,21 @@ def test_the_report_folds_equal_layers(found):
     assert text.index("float32 matmul x1") < text.index("    Block_*")
 
 
-def test_a_layer_in_float32_stands_apart():
+def test_a_layer_in_another_dtype_stands_apart():
     def loss(w, x):
         for i in range(3):
             with jax.named_scope(f"layer_{i}"):
                 x = x @ w
         return x.sum()
 
-    policy = flax_amp.default_amp_policy | {"layer_1": jnp.float32}
-    text = str(explain(loss, amp_policy=policy)(jnp.ones((4, 4)), jnp.ones((4, 4))))
-    rows = [x.split() for x in text.splitlines() if x.startswith("  layer")]
-    assert rows[0] == ["layer_*", "x2", "256", "100", "%"]
-    assert rows[1][:4] == ["layer_1", "128", "0", "%"]
+    for dtype, share in ((jnp.float32, "0"), (jnp.float16, "100")):
+        policy = flax_amp.default_amp_policy | {"layer_1": dtype}
+        text = str(explain(loss, amp_policy=policy)(jnp.ones((4, 4)), jnp.ones((4, 4))))
+        rows = [x.split() for x in text.splitlines() if x.startswith("  layer")]
+        assert rows[0] == ["layer_*", "x2", "256", "100", "%"]
+        assert rows[1][:4] == ["layer_1", "128", share, "%"]
+        # Of float16, nothing stays in float32.
+        assert ("dot_general" in rows[1]) == (dtype == jnp.float32)
 
 
 def test_parts_of_the_report(found):
@@ -199,7 +202,7 @@ RESULTS = {
         lambda x, w: x @ (w * w),
         "mul",
         "float32",
-        "float32: computed from arguments",
+        "float32: no matmul comes before",
     ),
     "states": (
         lambda x, w: jax.lax.scan(

@@ -273,6 +273,14 @@ def test_a_mesh_with_explicit_axes():
     assert found.verdict == "mathematics" and found.finding.text == "log(0) = -inf"
 
 
+def test_a_function_of_jax_has_the_line_of_its_call():
+    def loss(w, x):
+        return jnp.linalg.norm(0 * (x @ w))  # norm
+
+    found = find_nonfinite(loss)(W, BIG).finding
+    assert found.primitive == "div" and found.source == line("norm")
+
+
 @jax.custom_vjp
 def of_vjp(x, w):
     return x @ w

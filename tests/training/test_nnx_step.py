@@ -197,8 +197,10 @@ def test_a_running_optimizer_takes_another_precision_and_scaler():
     model, opt = objects()
     step = make_nnx_train_step(nnx_loss, has_aux=True)
     step(model, opt, make_batch())
-    opt.precision, opt.scaler = "fp16", init_scaler(scaler=16)
+    mine = init_scaler(scaler=16)
+    opt.precision, opt.scaler = "fp16", mine
     assert step(model, opt, make_batch())["scaler"] == 16
+    assert float(mine["scaler"]) == 16  # the step has deleted a copy
     # All of it is saved as that of a new one.
     assert_same_avals(nnx.state(opt), nnx.state(objects(precision="16-mixed")[1]))
     with pytest.raises(ValueError, match="scaler has the keys .* expected a dict of"):
