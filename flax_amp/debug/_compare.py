@@ -58,7 +58,7 @@ class Setting:
 class Comparison(Report):
     """How a program differs from itself in float32. Made by `compare_precision`."""
 
-    compute_dtype: str  #: the dtype of low-precision values
+    compute_dtype: str  #: the dtype of low-precision values, `bfloat16 and fp8`
     loss: tuple[float, float]  #: in float32 and in this precision
     gradients: tuple[GradientErrors, ...]  #: by group, the largest error first
     threshold: float  #: the error of the gradients from which on remedies are tried
@@ -179,6 +179,7 @@ class _Comparing:
     def __init__(self, call: Call, scale: float):
         self._asked, self._call, self._scale = call.asked, call, scale
         self._trials = Trials(call)
+        self._is_fp8 = bool(Policy(call.asked.entries).fp8_recipes)
         self._enough = _USUAL * float(jnp.finfo(call.asked.dtype).eps)  # an error
         self._notes: list[str] = []
 
@@ -199,7 +200,7 @@ class _Comparing:
                 remedies += self._of_parts(most, least)
         return Comparison(
             name=asked.name,
-            compute_dtype=asked.dtype.name,
+            compute_dtype=asked.dtype.name + " and fp8" * self._is_fp8,
             loss=(float(exact.loss), loss),
             gradients=groups,
             threshold=self._enough,
@@ -252,7 +253,7 @@ class _Comparing:
         The largest gradient is infinite if the loss is not finite.
         """
         asked, scale = self._asked, self._scale
-        if Policy(asked.entries).fp8_recipes:
+        if self._is_fp8:
             yield self._try("without fp8", entries=without_fp8(asked.entries))[0]
         if asked.dtype == jnp.float16 and 0 < largest < math.inf:
             self._scale = min(2.0 ** math.floor(math.log2(_TARGET / largest)), HIGHEST)

@@ -157,7 +157,7 @@ def test_without_fp8_comes_first():
     fp8 = jax.named_call(fun, name="fp8")
     found = compare_precision(fp8, amp_policy=policy)([w * 0.3 for w in ws], x)
     (run,) = found.remedies
-    assert run.name == "without fp8"
+    assert run.name == "without fp8" and "in bfloat16 and fp8 against" in str(found)
     assert run.gradient_error < found.threshold < found.as_it_is.gradient_error
 
 
