@@ -114,11 +114,7 @@ def _check_objects(model: Any, optimizer: Any) -> None:
 
 
 def _step(
-    options: Options,
-    model: nnx.Module,
-    optimizer: Any,
-    batch: PyTree,
-    *args: PyTree,
+    options: Options, model: nnx.Module, optimizer: Any, batch: PyTree, *args: PyTree
 ) -> Metrics:
     others, (batch, args) = take_out((batch, args))
     # What several of them share has its path in the one that sorts first: `model`,
@@ -179,6 +175,9 @@ class _ObjectsState(AmpTrainState):
 
 def _precision_and_scaler(optimizer: nnx.Optimizer) -> tuple[Precision, Scaler]:
     if isinstance(optimizer, AmpOptimizer):
+        for key, x in optimizer.scaler.items():
+            told = "a Variable: assign optimizer.scaler, or optimizer.scaler[key][...]."
+            check_type(x, nnx.Variable, f"train_step: optimizer.scaler[{key!r}]", told)
         return optimizer.precision, pure(optimizer.scaler)
     return "bf16-mixed", {}
 

@@ -188,13 +188,14 @@ def _read_arrays(step: _steps.Step, wanted: Mapping[Path, Any]) -> Leaves:
 def _fit_scaler(read: Leaves, wanted: Mapping[Path, Any]) -> Iterator[str]:
     """Leaves the scaler of the target as it is if it is of another kind."""
     scaler = _trees.scaler_in(wanted)
-    both = ({key: of[x] for key, x in scaler.items()} for of in (read, wanted))
-    if not _trees.move_alike(*both):
+    there, here = ({key: of[x] for key, x in scaler.items()} for of in (read, wanted))
+    if not _trees.move_alike(there, here):
         for path in scaler.values():
             del read[path]
+        scale, other = _text(here["scaler"]), _text(there["scaler"])
         yield (
-            "the scaler of the target is used: of its scale and that on disk, one "
-            "moves and the other never does."
+            f"the scaler of the target is used, with a scale of {scale}, not {other}: "
+            "one moves and the other never does."
         )
 
 

@@ -205,6 +205,12 @@ def test_a_running_optimizer_takes_another_precision_and_scaler():
     assert_same_avals(nnx.state(opt), nnx.state(objects(precision="16-mixed")[1]))
     with pytest.raises(ValueError, match="scaler has the keys .* expected a dict of"):
         opt.scaler = {"scaler": 2.0}
+    opt.scaler["scaler"] = jnp.float32(2)  # which no checkpoint would restore
+    with pytest.raises(
+        TypeError, match=r"scaler\['scaler'\] is .* expected a Variable"
+    ):
+        step(model, opt, make_batch())
+    opt.scaler = mine
     with pytest.raises(ValueError, match="precision is 'half'; expected one of"):
         opt.precision = "half"
     assert step(model, opt, make_batch())["grads_finite"]
