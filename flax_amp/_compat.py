@@ -243,12 +243,13 @@ def scopes(eqn: Eqn) -> tuple[Any, ...]:
     return tuple(eqn.source_info.name_stack.stack)
 
 
-def opened(eqn: Eqn, call: Eqn, is_of_jax: bool) -> Any:
+def opened(eqn: Eqn, call: Eqn, keeps_line: bool) -> Any:
     """Returns an equation in a call as it stands in the place of the call.
 
-    Of a function of JAX, it gets the line of the call: it has none itself.
+    One without a line of the user, as in a function of JAX, gets that of the call.
     """
-    info = (call if is_of_jax else eqn).source_info
+    has_line = keeps_line or next(user_frames(eqn), None) is not None
+    info = (eqn if has_line else call).source_info
     stack = type(info.name_stack)((*scopes(call), *scopes(eqn)))
     return eqn.replace(source_info=info.replace(name_stack=stack))
 

@@ -32,7 +32,7 @@ from jax.extend.core import Literal, Var
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr
-from flax_amp._rewriter.primitives import bodies, is_matmul
+from flax_amp._rewriter.primitives import is_matmul
 from flax_amp._rewriter.roles import why_as_written
 
 # A larger call is not opened: calls of calls would be copied again and again.
@@ -88,14 +88,13 @@ def _copy(body: Program, call: Eqn, operands: Sequence[Atom]) -> Program:
     consts = {}
     for v, const in body.consts.items():
         consts[renamed.setdefault(v, Var(v.aval))] = const
-    is_of_jax = bool(_compat.source_of(bodies(call)[0]))
     eqns = []
     for eqn in body.eqns:
         invars = _current(eqn.invars, renamed)
         outvars = [renamed.setdefault(v, Var(v.aval)) for v in eqn.outvars]
         eqn = eqn.replace(invars=invars, outvars=outvars)
         # The frames of a matmul tell whether JAX has chosen its precision.
-        eqns.append(_compat.opened(eqn, call, is_of_jax and not is_matmul(eqn)))
+        eqns.append(_compat.opened(eqn, call, keeps_line=is_matmul(eqn)))
     return Program(body.invars, _current(body.outvars, renamed), eqns, consts)
 
 

@@ -281,6 +281,16 @@ def test_a_function_of_jax_has_the_line_of_its_call():
     assert found.primitive == "div" and found.source == line("norm")
 
 
+def test_a_function_that_jax_calls_has_its_own_line():
+    def loss(w, x):
+        def makes_inf(y):
+            return jnp.log(y - y)  # inside
+
+        return jnp.piecewise(x @ w, [x < 0], [jnp.sin, makes_inf]).sum()
+
+    assert find_nonfinite(loss)(W, BIG).finding.source == line("inside")
+
+
 @jax.custom_vjp
 def of_vjp(x, w):
     return x @ w
