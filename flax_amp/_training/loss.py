@@ -142,7 +142,9 @@ def merge_metrics(own: Metrics, measured: Metrics, aux: Metrics) -> Metrics:
     merged = dict(own)
     for source, found in ("metrics_fn", measured), ("aux", aux):
         for key, value in found.items():
-            merged[f"{source}/{key}" if key in merged else key] = value
+            while key in merged:
+                key = f"{source}/{key}"
+            merged[key] = value
     return merged
 
 

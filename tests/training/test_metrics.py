@@ -151,6 +151,12 @@ def test_an_entry_with_the_name_of_another_metric():
     assert (found["mine"], found["aux/mine"]) == (3, 4)
 
 
+def test_no_metric_takes_the_place_of_another():
+    """JAX sorts the keys of `aux`, so that the longer name comes first."""
+    _, found = run(pair({"loss": 1.0, "aux/loss": 2.0}), has_aux=True)()
+    assert (found["aux/loss"], found["aux/aux/loss"]) == (2, 1)
+
+
 # What users measure of gradients and updates, inside of the step
 
 
