@@ -139,6 +139,12 @@ class FactoryCall:
                     f"{self._name}.replace: {len(found)} arguments are {name}; "
                     f"expected one of {', '.join(found or [*own, *inside])}."
                 )
+            path = name if name in own else found[0]
+            if path in inside and not (is_number(value) or callable(value)):
+                raise TypeError(
+                    f"{self._name}.replace: {name}={value!r}; expected a number or a "
+                    f"schedule in the place of {inside[path]!r}."
+                )
             change = {name: value} if name in own else new._changed_at(found[0], value)
             new = new._with(change)
         return new

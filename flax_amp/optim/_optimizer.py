@@ -10,6 +10,8 @@ from flax import nnx
 
 from flax_amp import _tree
 from flax_amp.optim._call import FactoryCall
+from flax_amp.optim._extra_args import taking_any
+from flax_amp.optim._spike_rule import SpikeState
 
 PyTree = Any
 
@@ -22,6 +24,7 @@ _GATES = (
     optax.ConditionallyMaskState,
     optax.ConditionallyTransformState,
     optax.MultiStepsState,
+    SpikeState,
 )
 
 
@@ -69,9 +72,8 @@ class Optimizer(FactoryCall):
         built = super().build()
         if isinstance(built, Optimizer):  # by a factory that uses this module
             return built.build()
-        if not isinstance(built, optax.GradientTransformation):  # as optax.MultiSteps
-            built = optax.GradientTransformation(built.init, built.update)
-        return optax.with_extra_args_support(built)
+        check_optimizer(built, self._name)
+        return taking_any(built)
 
     def init(self, params: PyTree) -> Self:
         """Returns the optimizer with the state of a new run for these parameters."""
@@ -145,6 +147,17 @@ class Optimizer(FactoryCall):
 
     def __repr__(self) -> str:
         return super(Optimizer, pure(self)).__repr__()
+
+
+def check_optimizer(tx: Any, caller: str) -> None:
+    """Raises a TypeError unless this is an optimizer, of optax or of this package."""
+    parts = (getattr(tx, name, None) for name in ("init", "update"))
+    if isinstance(tx, type) or not all(map(callable, parts)):
+        kind = getattr(tx, "__name__", type(tx).__name__)
+        raise TypeError(
+            f"{caller}: got {kind!r}; expected an optimizer, with init and update. If "
+            "it is a function that makes one, call it: optax.adam(1e-3)."
+        )
 
 
 def update_state(

@@ -28,7 +28,9 @@ import numpy as np
 import optax
 
 from flax_amp import _tree
-from flax_amp.optim._optimizer import INJECTED, Optimizer
+from flax_amp.optim._extra_args import taking_any
+from flax_amp.optim._optimizer import INJECTED, Optimizer, check_optimizer
+from flax_amp.optim._spike_rule import SpikeState
 
 PyTree = Any
 Rounding = Literal["stochastic", "nearest"]
@@ -40,7 +42,9 @@ _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 # Fields of the states of optax in which gradients add up. They have to be exact.
 _SUMS = ("acc_grads", "grad_acc")
 # What may be around an optimizer and changes no update: the field of the state inside.
-_AROUND = dict.fromkeys((optax.ApplyIfFiniteState, *INJECTED), "inner_state")
+_AROUND = dict.fromkeys(
+    (optax.ApplyIfFiniteState, SpikeState, *INJECTED), "inner_state"
+)
 _AROUND |= {Optimizer: "opt_state", optax.MultiStepsState: "inner_opt_state"}
 
 
@@ -109,7 +113,7 @@ class _RoundingOptimizer:
             )
         grads, wide_params = jax.tree.map(_tree.float32_if_bfloat16, (updates, params))
         inner_state = self._as_the_optimizer_has_it(state.inner_state, wide_params)
-        inner = optax.with_extra_args_support(self.inner)
+        inner = taking_any(self.inner)
         updates, new = inner.update(grads, inner_state, wide_params, **extra)
         key = key_of(state.roundings)
 
@@ -188,11 +192,10 @@ def small_state(
         raise ValueError(f"{name}: {dtype=}; expected bfloat16. Leave it out.")
     if rounding not in ("stochastic", "nearest"):
         raise ValueError(f"{name}: {rounding=}; expected 'stochastic' or 'nearest'.")
+    check_optimizer(tx, name)
     if isinstance(tx, Optimizer):
         wrapped = Optimizer(small_state, tx, dtype, rounding=rounding, where=where)
         return wrapped  # type: ignore[return-value]
-    if not isinstance(tx, optax.GradientTransformation):  # such as optax.MultiSteps
-        tx = optax.GradientTransformation(tx.init, tx.update)
     made = _RoundingOptimizer(tx, rounding, where)
     return optax.GradientTransformationExtraArgs(
         _tree.Method(made, "init"), _tree.Method(made, "update")
