@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -133,8 +133,12 @@ def rewrite(
     compute_dtype: DType,
     recompute: bool = False,
     record: Record | None = None,
+    observe: Callable[["TracedCall"], None] | None = None,
 ) -> Callable[..., Any]:
-    """Returns a function that is traced and rewritten at each call, in float32 too."""
+    """Returns a function that is traced and rewritten at each call, in float32 too.
+
+    `observe` sees the traced call before it is rewritten.
+    """
 
     # Nothing is kept from call to call: shapes, and what modules share, may be others.
     # Under `jit`, JAX calls this once for all calls of one kind.
@@ -143,6 +147,8 @@ def rewrite(
             check_device(policy.fp8_recipes)
         call = FunctionalCall(fun, args, kwargs, open_scopes=policy.names_scopes)
         traced = trace_call(call, policy, compute_dtype)
+        if observe is not None:
+            observe(traced)
         arrays = [x for x in call.inputs if _tree.is_array(x)]
         outs = traced.emit(arrays, recompute, record)
         return call.finish(traced.rebuild(outs))
@@ -156,6 +162,7 @@ class TracedCall(NamedTuple):
     closed: Jaxpr  # its inputs are the arrays among the inputs of the call
     rebuild: Callable[[Arrays], PyTree]  # puts those of the result among other leaves
     choose: Chooser
+    names: Sequence[str]  # of the inputs, such as `params['w']`
 
     def emit(
         self, arrays: Arrays, recompute: bool = True, record: Record | None = None
@@ -217,7 +224,7 @@ def trace_call(
     # The warnings are about what the user wrote, before anything is planned.
     choose = Chooser(policy, compute_dtype)
     warn_of_policy(choose, closed, names)
-    return TracedCall(closed, rebuild, choose)
+    return TracedCall(closed, rebuild, choose, names)
 
 
 @overload

@@ -3,10 +3,11 @@
 import contextlib
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from flax_amp import _tree
@@ -29,6 +30,19 @@ class Options(NamedTuple):
     metrics_fn: UserFn | None = None  # measures gradients and updates
 
     @property
+    def axes(self) -> tuple[Hashable, ...]:
+        """The names of the mapped axes over which a step averages."""
+        if self.axis_name is None:
+            return ()
+        names = self.axis_name
+        return names if isinstance(names, tuple) else (names,)
+
+    @property
+    def averages(self) -> bool:
+        """Whether a step averages over micro-batches or over devices."""
+        return self.accum_steps > 1 or bool(self.axes)
+
+    @property
     def loss_name(self) -> str:
         """What messages call the loss."""
         return f"{self.caller}: {getattr(self.loss_fn, '__name__', 'the function')}"
@@ -39,6 +53,9 @@ def check_options(given: Options) -> Options:
     caller, word = given.caller, given.precision
     expected = "a function of (params, batch, *args), or of (model, ...) for NNX."
     check_type(given.loss_fn, Callable, f"{caller}: the function", expected)
+    expected = "a function of (state, grads, updates), or of (model, ...) for NNX."
+    check_type(given.metrics_fn, Callable | None, f"{caller}: metrics_fn", expected)
+    check_flags(caller, has_aux=given.has_aux)
     Policy(given.amp_policy)  # a wrong one fails where the step is made
     names = [x for x in ("precision", "amp_policy") if getattr(given, x) is not None]
     if names and is_rewritten(given.loss_fn):
@@ -59,6 +76,12 @@ def check_type(value: object, types: Any, name: str, expected: str) -> None:
     """Raises a TypeError unless `isinstance(value, types)`."""
     if not isinstance(value, types):
         raise TypeError(f"{name} is {describe(value)}; expected {expected}")
+
+
+def check_flags(caller: str, **flags: Any) -> None:
+    """Raises a TypeError unless these arguments are True or False."""
+    for name, value in flags.items():
+        check_type(value, bool | np.bool_, f"{caller}: {name}", "True or False.")
 
 
 def check_count(value: Any, seen: str, what: str, least: int = 1) -> int:
@@ -112,6 +135,17 @@ def declared_keywords(fn: UserFn) -> list[str]:
     found = [declared[name] for name in ("state", "rngs") if name in declared]
     unbound = (None, inspect.Parameter.empty)
     return [p.name for p in found if any(p.default is x for x in unbound)]
+
+
+def first_foreign(tree: PyTree, name: str) -> str:
+    """Returns the path and the type of the first leaf that is neither array nor number.
+
+    It is empty if there is none.
+    """
+    for path, leaf in tree_leaves_with_path(tree):
+        if not _tree.is_numeric(leaf):
+            return f"{name}{keystr(path)} is {describe(leaf)}"
+    return ""
 
 
 # Values in messages

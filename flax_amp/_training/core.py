@@ -4,7 +4,7 @@ The order of a step is fixed here, because every other order is wrong somewhere:
 passes, one decision for all devices, the optimizer, which may clip, and the select.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +14,26 @@ import optax
 from flax_amp import _tree
 from flax_amp._compat import with_weak_type
 from flax_amp._training import Array, Metrics, PyTree
-from flax_amp._training.arguments import Options, check_params, differences
-from flax_amp._training.loss import fold_in, in_precision, merge_metrics, pure_loss
-from flax_amp._training.optimizer import collect_hyperparams, counted
-from flax_amp._training.passes import PassResult, complete_grads, run_passes
+from flax_amp._training.arguments import (
+    Options,
+    check_params,
+    check_type,
+    describe,
+    differences,
+)
+from flax_amp._training.averaging import observed_loss
+from flax_amp._training.loss import fold_in, merge_metrics
+from flax_amp._training.optimizer import (
+    collect_hyperparams,
+    counted,
+    naming_missing_arguments,
+)
+from flax_amp._training.passes import (
+    PassResult,
+    cast_like,
+    complete_grads,
+    run_passes,
+)
 from flax_amp._training.scaler import Scaler, check_scaler, update_scaler
 from flax_amp._training.train_state import StateT
 from flax_amp.optim._small_state import rounds_parameters
@@ -27,7 +43,7 @@ class Judged(NamedTuple):
     """A pass; whether it is finite; and the sum of the squares of its gradients."""
 
     result: PassResult
-    forward: Array  # bool[], of the loss and the updated variables
+    forward: Array  # bool[], of the loss and of what it updated
     backward: Array  # bool[], of the gradients
     square_norm: Array | float = 0.0
 
@@ -38,47 +54,69 @@ def run_step(
     """Returns the state after one step, and its metrics."""
     may_be_half = rounds_parameters(state.opt_state)
     check_params(state.params, "train_step", may_be_half=may_be_half)
+    if not jnp.issubdtype(jnp.result_type(state.step), jnp.integer):
+        raise TypeError(
+            f"train_step: state.step is {describe(state.step)}; expected an integer, "
+            "the number of steps."
+        )
     # `amp` is inside of `value_and_grad`: gradients are those of float32 parameters.
     # XLA drops a cast of stored bfloat16 that is followed by one back.
-    loss_fn = in_precision(pure_loss(options, state), options, state)
+    loss_fn = observed_loss(options, state)
     params = jax.tree.map(_tree.float32_if_bfloat16, state.params)
     inputs = params, state.variables, fold_in(state.rngs, state.step)
 
     def run(scaler: Scaler) -> Judged:
         result = run_passes(options, loss_fn, inputs, batch, args, scaler)
-        return judge(result, state.variables)
+        return judge(result, params, state.variables)
 
     scaler = check_scaler(state.scaler, "train_step: the scaler")
     scaler, judged = run_with_retries(run, scaler, options.redo_on_nan)
+    output = judged.result.output
     grads = complete_grads(judged.result, params)
+    variables = _tree.combine(output.variables, state.variables)
+    norm = jnp.sqrt(judged.square_norm)
+    # The optimizer updates what the loss has left of the parameters.
+    written = cast_like(output.written, state.params)
+    left = state.replace(params=_tree.combine(written, state.params))
     # A subclass may have its own `apply_gradients`, as for an average of parameters.
-    variables = _tree.combine(judged.result.variables, state.variables)
-    new = state.apply_gradients(grads=grads, variables=variables, finite=True)
+    with naming_missing_arguments(options.caller):
+        new = left.apply_gradients(
+            grads=grads,
+            variables=variables,
+            finite=True,
+            extra_args=dict(value=output.loss, loss=output.loss, grad_norm=norm),
+        )
     measured: Metrics = {}
     if options.metrics_fn is not None:
         after = jax.tree.map(_tree.float32_if_bfloat16, new.params)
         updates = jax.tree.map(jnp.subtract, after, params)
         measured = options.metrics_fn(state, grads, updates)
+        seen = f"{options.caller}: the result of metrics_fn"
+        check_type(measured, Mapping, seen, "a dict of metrics by name.")
     finite = judged.forward & judged.backward
     new, own = _advance(_select(options, finite, new, state), state, finite, scaler)
     own |= dict(
-        loss=judged.result.loss,
+        loss=output.loss,
         grads_finite=finite,
         scaler=scaler["scaler"],
-        grad_norm=jnp.sqrt(judged.square_norm),
+        grad_norm=norm,
     )
-    return new, merge_metrics(own, measured, judged.result.aux)
+    if output.weight is not None:
+        own["weight"] = output.weight
+    return new, merge_metrics(own, measured, output.aux)
 
 
-def judge(result: PassResult, variables: PyTree) -> Judged:
-    """Decides whether a pass is finite; `variables` are those before it."""
+def judge(result: PassResult, params: PyTree, variables: PyTree) -> Judged:
+    """Decides whether a pass is finite; parameters and variables are as before it."""
     # It costs nothing, because the metrics need it anyway, and it overflows where the
     # squares of an optimizer would.
     square_norm = jnp.asarray(optax.tree.norm(result.grads, squared=True), jnp.float32)
     # The fp8 statistics of cotangents depend on the scale, as gradients do.
     backward = _tree.all_finite((square_norm, result.overwrite))
-    finite = _tree.stays_finite(result.variables, variables)
-    forward = finite & _tree.all_finite(result.loss)
+    output = result.output
+    forward = _tree.all_finite(output.loss)
+    for new, old in (output.variables, variables), (output.written, params):
+        forward &= _tree.stays_finite(new, old)
     return Judged(result, forward, backward, square_norm)
 
 

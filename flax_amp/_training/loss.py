@@ -1,7 +1,7 @@
 """The user's loss, of Linen or NNX, as a function of arrays, and what it returns."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,38 +10,67 @@ from flax import core, nnx
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import watch_changes
 from flax_amp._rewriter.nnx_scopes import module_scopes
-from flax_amp._rewriter.transform import amp, is_rewritten, rewritten
+from flax_amp._rewriter.transform import (
+    TracedCall,
+    is_rewritten,
+    rewrite,
+    rewritten,
+)
 from flax_amp._training import Array, Metrics, PyTree, UserFn
 from flax_amp._training.arguments import (
     Options,
     declared_keywords,
     describe,
     differences,
+    first_foreign,
 )
 from flax_amp._training.train_state import AmpTrainState, split_model
-from flax_amp.policy import Policy
+from flax_amp.policy import Policy, read_options
+
+# The key of `aux` for the weight of a loss among those of other parts of a batch.
+WEIGHT = "weight"
+
+
+class LossOutput(NamedTuple):
+    """What a loss returns, and what it leaves in the model."""
+
+    loss: Array
+    weight: Array | None = None  # float32[]; `None` if each part counts the same
+    written: PyTree = None  # new values of trained parameters, `None` for most
+    variables: PyTree = None  # the updated ones, `None` for those that did not change
+    aux: PyTree = None
 
 
 def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
-    """Returns `(params, variables, batch, rngs, *args) -> (loss, updates, aux)`."""
+    """Returns `(params, variables, batch, rngs, *args) -> LossOutput`."""
     name = options.loss_name
 
     # The messages of JAX call arrays by the names of these arguments.
     def pure(
         params: PyTree, variables: PyTree, batch: PyTree, rngs: PyTree, *args: PyTree
-    ) -> tuple[Array, PyTree, Metrics]:
+    ) -> LossOutput:
         inputs = params, variables, batch, rngs, *args
         target, out = call_user_fn(options, state, *inputs)
         loss, aux = split_aux(out, options.has_aux, name)
         is_named = isinstance(aux, Mapping) and all(isinstance(key, str) for key in aux)
         metrics = dict(aux) if is_named else {"aux": aux} if options.has_aux else {}
+        if foreign := first_foreign(aux, "aux"):
+            raise TypeError(
+                f"{name}: {foreign}; expected arrays and numbers: a compiled step "
+                "returns nothing else. Leave it out."
+            )
+        weight = _pop_weight(metrics, name) if is_named else None
         if state.graphdef is not None:
             # By path, not by type: `wrt` may have selected any kind of variable.
             trained = nnx.traversals.flatten_mapping(params)
-            new = split_model(target, lambda path, _: path in trained)["variables"]
+            new = split_model(target, lambda path, _: path in trained)
+            written = _changes(params, new["params"], name)
+            left = new["variables"]
         else:
-            new = variables | _pop_collections(metrics, variables, name)
-        return loss, _changes(variables, new, name), metrics
+            written = jax.tree.map(lambda _: None, params)
+            left = variables | _pop_collections(metrics, variables, name)
+        updates = _changes(variables, left, name)
+        return LossOutput(jnp.asarray(loss), weight, written, updates, metrics)
 
     return pure
 
@@ -53,18 +82,30 @@ def with_name_of(fn: UserFn, pure: Any) -> UserFn:
 
 
 def in_precision(
-    pure: UserFn, options: Options, state: AmpTrainState, recompute: bool = True
+    pure: UserFn,
+    options: Options,
+    state: AmpTrainState,
+    *,
+    recompute: bool = True,
+    observe: Callable[[TracedCall], None] | None = None,
 ) -> UserFn:
-    """Returns `amp(pure)`, or `pure` if the user's function is `amp(...)` already.
+    """Returns a function of the user's in the precision of the step.
 
-    Without a backward pass, `recompute=False` leaves no trace of one in the program.
+    One that is `amp(...)` already is taken as it is. Without a backward pass,
+    `recompute=False` leaves no trace of one in the program. `observe` sees the traced
+    function before it is rewritten, except where nothing is rewritten or averaged.
     """
     pure = with_name_of(options.loss_fn, pure)
+    word, entries = options.precision or state.precision, options.amp_policy
     if is_rewritten(pure):
+        word, entries = "32-true", None
+    dtype, entries = read_options(options.caller, word, None, None, entries)
+    policy = Policy(entries)
+    is_identity = dtype == jnp.float32 and not policy.may_leave_float32
+    if is_identity and not options.averages:
         return pure
-    word, policy = options.precision or state.precision, options.amp_policy
-    out: UserFn = amp(pure, precision=word, amp_policy=policy, recompute=recompute)
-    return out
+    # In float32 too: the loss is then traced once, for `observe` and for the step.
+    return rewritten(rewrite(pure, policy, dtype, recompute, observe=observe))
 
 
 def fold_in(rngs: PyTree, data: Any) -> PyTree:
@@ -160,8 +201,26 @@ def _pop_collections(aux: Metrics, old: PyTree, name: str) -> PyTree:
     return jax.tree.map(lambda x: x, core.unfreeze(dict(aux.pop("variables", {}))))
 
 
+def _pop_weight(aux: Metrics, name: str) -> Array | None:
+    """Takes the weight of a loss out of its `aux`, as float32[]."""
+    if WEIGHT not in aux:
+        return None
+    weight = aux.pop(WEIGHT)
+    is_real = _tree.is_numeric(weight) and not (
+        _tree.is_key(weight) or jnp.iscomplexobj(weight)
+    )
+    if not is_real or jnp.shape(weight) != ():
+        raise TypeError(
+            f"{name} returned {describe(weight)} as aux['weight']; expected a scalar: "
+            "the number of tokens or of examples of the loss, by which the step "
+            "averages it over micro-batches and devices. Sum it up, as in mask.sum(), "
+            "or give a metric another name."
+        )
+    return jnp.asarray(weight, jnp.float32)
+
+
 def _changes(old: PyTree, new: PyTree, name: str) -> PyTree:
-    """Returns the new variables, with `None` for those that did not change.
+    """Returns new parameters or variables, `None` for those that did not change.
 
     Those are still the same objects here, inside of `amp`, which returns new ones.
     """

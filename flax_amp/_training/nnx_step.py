@@ -6,14 +6,19 @@ written back into them last of all, so an error leaves them as they were.
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from flax import nnx, struct
 
 from flax_amp._rewriter.transform import rewritten
 from flax_amp._training import AxisName, Metrics, PyTree, UserFn
-from flax_amp._training.arguments import Options, check_options, check_type
+from flax_amp._training.arguments import (
+    Options,
+    check_flags,
+    check_options,
+    check_type,
+)
 from flax_amp._training.core import run_step
 from flax_amp._training.loss import with_name_of
 from flax_amp._training.optimizer import AmpOptimizer
@@ -21,6 +26,7 @@ from flax_amp._training.passes import put_back, take_out
 from flax_amp._training.scaler import Scaler, check_scaled, no_scaler
 from flax_amp._training.step_call import copy_aliases, naming_arrays
 from flax_amp._training.train_state import AmpTrainState, bare_state, split_model
+from flax_amp.optim._extra_args import taken_by
 from flax_amp.optim._optimizer import pure
 from flax_amp.policy import PolicyEntries, Precision
 
@@ -77,6 +83,7 @@ def make_nnx_train_step(
     of_passes = has_aux, redo_on_nan, accum_steps, axis_name, metrics_fn
     options = Options("make_nnx_train_step", loss_fn, precision, amp_policy, *of_passes)
     options = check_options(options)
+    check_flags(options.caller, donate=donate, jit=jit)
     step: Any = functools.partial(_step, options)
     if jit:
         step = nnx.jit(step, donate_argnums=(0, 1) if donate else ())
@@ -90,7 +97,7 @@ def make_nnx_train_step(
         if last is None or last() is not optimizer:
             _check_objects(model, optimizer)
             word, scaler = _precision_and_scaler(optimizer)
-            check_scaled(options.precision or word, scaler)
+            check_scaled(options.precision, word, scaler)
             if jit and donate:
                 old = nnx.state((model, optimizer))
                 nnx.update((model, optimizer), copy_aliases(old, (batch, args)))
@@ -105,9 +112,23 @@ def make_nnx_train_step(
     return train_step
 
 
+_CALL = (
+    "train_step(model, optimizer, batch) with optimizer = "
+    "flax_amp.AmpOptimizer(model, tx, wrt=nnx.Param)"
+)
+
+
 def _check_objects(model: Any, optimizer: Any) -> None:
     """Raises a TypeError unless these are a model and an optimizer."""
+    for name, value in ("model", model), ("optimizer", optimizer):
+        # An old kind, which Flax will remove: it holds its model and updates that.
+        if isinstance(value, getattr(nnx, "ModelAndOptimizer", ())):
+            raise TypeError(
+                f"train_step: {name} is an nnx.ModelAndOptimizer; expected {_CALL}."
+            )
     linen = "an nnx.Module. For Linen use make_train_step."
+    if isinstance(model, nnx.Optimizer):
+        linen = f"an nnx.Module: {_CALL}."
     check_type(model, nnx.Module, "train_step: model", linen)
     made = "a flax_amp.AmpOptimizer, made with AmpOptimizer(model, tx)."
     check_type(optimizer, nnx.Optimizer, "train_step: optimizer", made)
@@ -152,13 +173,24 @@ class _ObjectsState(AmpTrainState):
     objects: nnx.Dict = struct.field(pytree_node=False)
 
     def apply_gradients(  # type: ignore[override]
-        self, *, grads: PyTree, variables: PyTree, finite: bool
+        self,
+        *,
+        grads: PyTree,
+        variables: PyTree,
+        finite: bool,
+        extra_args: Mapping[str, Any],
     ) -> Self:
         """Returns the state after an update of copies of the objects."""
         new = nnx.clone(self.objects)
-        nnx.update(new.modules, variables)
-        given = {"finite": finite} if isinstance(new.optimizer, AmpOptimizer) else {}
-        new.optimizer.update(new.modules.model, _as_nnx(new, grads), **given)
+        # The loss may have written parameters, too.
+        nnx.update(new.modules, self.params, variables)
+        optimizer, grads = new.optimizer, _as_nnx(new, grads)
+        extra = taken_by(optimizer.tx.update, {"grad": grads, **extra_args})
+        if isinstance(optimizer, AmpOptimizer):
+            extra["finite"] = finite
+        # A subclass may have an `update` that takes none.
+        extra = taken_by(optimizer.update, extra)
+        optimizer.update(new.modules.model, grads, **extra)
         return self.replace(**_fields_of(new))
 
     def write_back(self) -> None:

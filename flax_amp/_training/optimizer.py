@@ -1,7 +1,9 @@
 """The optimizer of a run: it skips by itself, and is asked for its hyper-parameters."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,9 +16,10 @@ from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from flax_amp import _tree
 from flax_amp._training import Array, PyTree
-from flax_amp._training.arguments import check_selection
+from flax_amp._training.arguments import check_selection, describe
 from flax_amp._training.scaler import check_scaler, first_scaler
 from flax_amp.optim import _small_state as small
+from flax_amp.optim._extra_args import taking_any
 from flax_amp.optim._optimizer import Optimizer, pure, update_state
 from flax_amp.policy import Precision, long_word
 
@@ -61,13 +64,21 @@ class _Skipping:
 
         With `finite=True`, nothing is checked: the training step selects.
         """
+        if not isinstance(state, optax.ApplyIfFiniteState):
+            raise TypeError(
+                f"The state of the optimizer is {describe(state)}; expected an "
+                "optax.ApplyIfFiniteState, which counts skipped steps. To continue "
+                "with a state of optax, put it inside: state.replace(opt_state="
+                "state.opt_state._replace(inner_state=opt_state))."
+            )
         # The moments of an optimizer have the dtype of the parameters, but its updates
         # are floats, so the state of an integer parameter would change its dtype.
         like = updates if params is None else params
         floats, integers = _tree.partition(like, _tree.is_inexact_array)
         kept = _tree.partition_like(updates, floats)
-        inner = optax.with_extra_args_support(self.inner)
-        new, inner_state = inner.update(
+        if "grad" in extra_args:  # which some optimizers compare with the updates
+            extra_args["grad"] = _tree.partition_like(extra_args["grad"], floats)
+        new, inner_state = taking_any(self.inner).update(
             kept, state.inner_state, None if params is None else floats, **extra_args
         )
         if finite is None:
@@ -112,6 +123,29 @@ def skipping(tx: Any, params: PyTree) -> tuple[Any, ...]:
     init = (lambda _: tx) if tx.opt_state is not None else tx.init
     make: Any = optax.GradientTransformationExtraArgs
     return _Skipping(make(init, update_state)), _Skipping(make(None, update_state))
+
+
+@contextlib.contextmanager
+def naming_missing_arguments(caller: str) -> Iterator[None]:
+    """If an optimizer lacks an extra argument, the error says what a step gives it."""
+    try:
+        yield
+    except TypeError as error:
+        missing = re.search(r"missing .*required keyword-only arg.*", str(error))
+        if missing is None:
+            raise
+        line_search = ""
+        if "value_fn" in missing[0]:
+            line_search = (
+                " A line search (value_fn) evaluates the loss several times in an "
+                "update, and a step evaluates it once."
+            )
+        raise TypeError(
+            f"{caller}: the update of the optimizer is {missing[0]}; expected one that "
+            f"takes only value, loss, grad and grad_norm.{line_search} Write this step "
+            "by hand, with jax.value_and_grad(flax_amp.amp(loss_fn)) "
+            "(docs/recipes/value_and_grad.md)."
+        ) from error
 
 
 def store_in_half(params: PyTree, tx: Any) -> tuple[PyTree, Any]:

@@ -3,6 +3,12 @@
 The loss is multiplied by the scale in float32, and its gradients are divided in float32
 by the scale that was used for them, not by the one that `update_scaler` makes from it.
 Then come the averages: over micro-batches one after the other, over devices at once.
+
+Parts of a batch have losses `L_i` and weights `w_i`, such as their numbers of tokens.
+The loss of the batch is `sum(w_i * L_i) / sum(w_i)`, and so are its gradients. A part
+of weight 0 has no tokens, and its loss is 0/0: a select leaves it out, because
+`0 * nan` is NaN. The weights multiply gradients, and not the loss before it is
+differentiated: a million tokens times a gradient of 1 overflow in float16.
 """
 
 import dataclasses
@@ -16,9 +22,9 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from flax_amp import _tree
-from flax_amp._training import Array, AxisName, Metrics, PyTree, UserFn
+from flax_amp._training import Array, AxisName, PyTree, UserFn
 from flax_amp._training.arguments import Options
-from flax_amp._training.loss import fold_in
+from flax_amp._training.loss import LossOutput, fold_in
 from flax_amp._training.scaler import Scaler, scale_loss, unscale_grads
 
 
@@ -27,9 +33,7 @@ class PassResult(NamedTuple):
 
     grads: PyTree  # unscaled, float32; `None` for integer parameters
     overwrite: PyTree  # fp8 statistics that Flax passes on as gradients, mostly `None`
-    loss: Array
-    variables: PyTree  # the updated ones, `None` for those that did not change
-    aux: Metrics
+    output: LossOutput
 
 
 def run_passes(
@@ -45,32 +49,44 @@ def run_passes(
     `inputs` are parameters, variables and keys.
     """
     axis_name = options.axis_name
-    params, old, rngs = inputs
-    variables = mark_varying(old, axis_name)
+    old_params, old_variables, rngs = inputs
+    params, variables = mark_varying((old_params, old_variables), axis_name)
     if axis_name is not None:  # each device draws its own numbers
         device = jax.lax.axis_index(axis_name)
         rngs = fold_in(rngs, device)
         variables = jax.tree.map(lambda x: _fold_in_if_key(x, device), variables)
 
-    def one_pass(variables: PyTree, batch: PyTree, index: Any = None) -> PassResult:
+    def one_pass(
+        params: PyTree, variables: PyTree, batch: PyTree, index: Any = None
+    ) -> PassResult:
         keys = rngs if index is None else fold_in(rngs, index)
 
-        def loss_of(params: PyTree) -> tuple[Array, PyTree, Metrics]:
-            return loss_fn(params, variables, batch, keys, *args)
+        def loss_of(params: PyTree) -> LossOutput:
+            output: LossOutput = loss_fn(params, variables, batch, keys, *args)
+            return output
 
         result = run_pass(loss_of, (params,), scaler, axis_name)
         # Sums over micro-batches and devices need more than half precision.
-        return result._replace(loss=result.loss.astype(jnp.float32))
+        loss = result.output.loss.astype(jnp.float32)
+        result = result._replace(output=result.output._replace(loss=loss))
+        return _without_empty(result, params, variables)
 
     if options.accum_steps == 1:
-        result = one_pass(variables, batch)
+        result = one_pass(params, variables, batch)
     else:
         # The carry of a scan must vary over the axes of what is added to it.
         floating, _ = _tree.partition(params, _tree.is_inexact_array)
         zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(floating)[0])
         zeros = mark_varying(zeros, axis_name)
-        result = _accumulate(one_pass, zeros, variables, batch, options.accum_steps)
-    return average_over_devices(result, axis_name, old)
+        start = zeros, params, variables
+        result = _accumulate(one_pass, start, batch, options.accum_steps)
+    result = average_over_devices(result, axis_name, old_params, old_variables)
+    output = result.output
+    if output.weight is not None:
+        # The mean of nothing is not a number, and so the step is skipped.
+        loss = jnp.where(output.weight == 0, jnp.nan, output.loss)
+        result = result._replace(output=output._replace(loss=loss))
+    return result
 
 
 def _fold_in_if_key(leaf: Any, data: Array) -> Any:
@@ -85,7 +101,7 @@ def _fold_in_if_key(leaf: Any, data: Array) -> Any:
 
 
 def run_pass(
-    fn: Callable[..., tuple[Array, PyTree, PyTree]],
+    fn: Callable[..., LossOutput],
     inputs: tuple[PyTree, ...],
     scaler: Scaler,
     axis_name: AxisName,
@@ -94,19 +110,41 @@ def run_pass(
 ) -> PassResult:
     """Differentiates a loss times the scale, and divides the gradients by the scale.
 
-    `fn(*inputs)` is `(loss, updates, aux)`; `kwargs` are for `jax.value_and_grad`.
+    `kwargs` are for `jax.value_and_grad`.
     """
     # Integers have no gradient, and JAX refuses to differentiate them.
     wanted, rest = _tree.partition(mark_varying(inputs, axis_name), is_wanted)
 
-    def scaled(*wanted: PyTree) -> tuple[Array, tuple[Array, PyTree, PyTree]]:
-        loss, updates, aux = fn(*_tree.combine(wanted, rest))
-        loss = mark_varying(jnp.asarray(loss), axis_name)
-        return scale_loss(loss, scaler), (loss, updates, aux)
+    def scaled(*wanted: PyTree) -> tuple[Array, LossOutput]:
+        output = fn(*_tree.combine(wanted, rest))
+        loss = mark_varying(jnp.asarray(output.loss), axis_name)
+        return scale_loss(loss, scaler), output._replace(loss=loss)
 
-    (_, outputs), grads = jax.value_and_grad(scaled, has_aux=True, **kwargs)(*wanted)
+    (_, output), grads = jax.value_and_grad(scaled, has_aux=True, **kwargs)(*wanted)
     grads, overwrite = _split_overwrite(grads)
-    return PassResult(unscale_grads(grads, scaler), overwrite, *outputs)
+    return PassResult(unscale_grads(grads, scaler), overwrite, output)
+
+
+def _without_empty(result: PassResult, params: PyTree, variables: PyTree) -> PassResult:
+    """Returns what a pass leaves behind: nothing, if its weight is 0.
+
+    `params` and `variables` are those before it.
+    """
+    output = result.output
+    if output.weight is None:
+        return result
+    counts = output.weight != 0
+
+    def kept(new: Any, old: Any) -> Any:
+        return None if new is None else jnp.where(counts, new, old)
+
+    output = output._replace(
+        written=_tree.map_or_none(kept, output.written, params),
+        variables=_tree.map_or_none(kept, output.variables, variables),
+    )
+    # Of the statistics of all passes, the largest counts.
+    overwrite = jax.tree.map(lambda x: jnp.where(counts, x, -jnp.inf), result.overwrite)
+    return result._replace(overwrite=overwrite, output=output)
 
 
 def _split_overwrite(grads: PyTree) -> tuple[PyTree, PyTree]:
@@ -141,39 +179,71 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def _accumulate(
-    one_pass: Callable[[PyTree, PyTree, Array], PassResult],
-    zeros: PyTree,
-    variables: PyTree,
+    one_pass: Callable[[PyTree, PyTree, PyTree, Array], PassResult],
+    start: tuple[PyTree, PyTree, PyTree],
     batch: PyTree,
     accum_steps: int,
 ) -> PassResult:
-    """Averages losses and gradients; each pass starts with the last one's variables."""
+    """Averages losses and gradients; each pass starts with what the last one left.
+
+    `start` are zeros for the gradients, the parameters and the variables.
+    """
     # Only its structure is used (`None` where nothing changed): the arrays come from
     # the scan.
-    updates: PyTree = None
+    last: Any = None
     modules, arrays = take_out(batch)  # they hold no examples
 
     def body(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-        nonlocal updates
-        total, variables = carry
+        nonlocal last
+        total, params, variables = carry
         index, rows = x
-        result = one_pass(variables, put_back(modules, rows), index)
-        updates = result.variables
-        total = jax.tree.map(jnp.add, total, result.grads)
-        variables = _tree.combine(result.variables, variables)
-        return (total, variables), (result.overwrite, result.loss, result.aux)
+        result = one_pass(params, variables, put_back(modules, rows), index)
+        last = output = result.output
+        total = jax.tree.map(jnp.add, total, _weigh(result.grads, output.weight))
+        # JAX makes constants of the parts of a carry that the body hands on: the
+        # parameters that no loss writes are not copied.
+        params = _tree.combine(output.written, params)
+        variables = _tree.combine(output.variables, variables)
+        of_pass = result.overwrite, output.loss, output.weight, output.aux
+        return (total, params, variables), of_pass
 
     micro_batches = _split_batch(arrays, accum_steps)
-    (total, variables), (overwrite, losses, aux) = jax.lax.scan(
-        body, (zeros, variables), (jnp.arange(accum_steps), micro_batches)
+    carry, of_passes = jax.lax.scan(
+        body, start, (jnp.arange(accum_steps), micro_batches)
+    )
+    total, params, variables = carry
+    overwrite, losses, weights, aux = of_passes
+    weight = None if weights is None else weights.sum()
+    count = accum_steps if weight is None else weight
+
+    def mean(stacked: Array) -> Array:
+        return _weigh(stacked, weights).sum() / count
+
+    def reduced(stacked: Any) -> Any:
+        if _has_reduce(stacked):
+            return stacked.reduce()
+        is_scalar = stacked.ndim == 1 and jnp.issubdtype(stacked.dtype, jnp.inexact)
+        return mean(stacked) if is_scalar else stacked
+
+    output = LossOutput(
+        loss=mean(losses),
+        weight=weight,
+        written=_tree.partition_like(params, last.written),
+        variables=_tree.partition_like(variables, last.variables),
+        aux=jax.tree.map(reduced, aux, is_leaf=_has_reduce),
     )
     return PassResult(
-        grads=jax.tree.map(lambda g: g / accum_steps, total),
+        grads=jax.tree.map(lambda g: g / count, total),
         overwrite=jax.tree.map(lambda x: x.max(axis=0), overwrite),
-        loss=losses.mean(),
-        variables=_tree.partition_like(variables, updates),
-        aux=jax.tree.map(_reduce_aux, aux, is_leaf=_has_reduce),
+        output=output,
     )
+
+
+def _weigh(tree: PyTree, weight: Array | None) -> PyTree:
+    """Multiplies each array by a weight; where that is 0 the result is 0."""
+    if weight is None:
+        return tree
+    return jax.tree.map(lambda x: jnp.where(weight != 0, weight * x, 0), tree)
 
 
 @jax.tree_util.register_static
@@ -224,13 +294,6 @@ def _has_reduce(node: object) -> bool:
     return callable(getattr(node, "reduce", None))
 
 
-def _reduce_aux(stacked: Any) -> Any:
-    if _has_reduce(stacked):
-        return stacked.reduce()
-    scalars = stacked.ndim == 1 and jnp.issubdtype(stacked.dtype, jnp.inexact)
-    return stacked.mean() if scalars else stacked
-
-
 # All devices
 
 
@@ -256,18 +319,25 @@ def mark_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def average_over_devices(
-    result: PassResult, axis_name: AxisName, variables: PyTree
+    result: PassResult, axis_name: AxisName, params: PyTree, variables: PyTree
 ) -> PassResult:
     """Makes the result of this device the same on every device of the mapped axes.
 
     What is not finite on one device is not finite on any, so all devices decide alike.
-    `variables` are those before the pass, which are the same on every device.
+    `params` and `variables` are those before the pass, the same on every device.
     """
     if axis_name is None:
         return result
+    output = result.output
+    weight = mark_varying(output.weight, axis_name)
+    total = None if weight is None else jax.lax.psum(weight, axis_name)
 
     def mean(tree: PyTree) -> PyTree:
-        return jax.lax.pmean(mark_varying(tree, axis_name), axis_name)
+        tree = mark_varying(tree, axis_name)
+        if total is None:
+            return jax.lax.pmean(tree, axis_name)
+        sums = jax.lax.psum(_weigh(tree, weight), axis_name)
+        return jax.tree.map(lambda x: x / total, sums)
 
     def largest(leaf: Any) -> Any:
         return jax.lax.pmax(mark_varying(leaf, axis_name), axis_name)
@@ -275,7 +345,10 @@ def average_over_devices(
     def largest_statistic(leaf: Array) -> Array:
         # A statistic is of all examples: an amax is the largest of the parts. A maximum
         # over devices loses a NaN on some platforms, but no inf.
-        return largest(jnp.where(jnp.isfinite(leaf), leaf, jnp.inf))
+        leaf = jnp.where(jnp.isfinite(leaf), leaf, jnp.inf)
+        if weight is not None:
+            leaf = jnp.where(weight == 0, -jnp.inf, leaf)
+        return largest(leaf)
 
     def average_variable(new: Any, old: Array) -> Any:
         # Each device has folded its index into its keys: the old key is the common one.
@@ -291,10 +364,12 @@ def average_over_devices(
     def mean_of_scalar(leaf: Any) -> Any:
         return mean(leaf) if _tree.is_inexact_array(leaf) and not leaf.ndim else leaf
 
-    return PassResult(
-        grads=mean(result.grads),
-        overwrite=jax.tree.map(largest_statistic, result.overwrite),
-        loss=mean(result.loss),
-        variables=_tree.map_or_none(average_variable, result.variables, variables),
-        aux=jax.tree.map(mean_of_scalar, result.aux, is_leaf=_has_reduce),
+    output = LossOutput(
+        loss=mean(output.loss),
+        weight=total,
+        written=_tree.map_or_none(average_variable, output.written, params),
+        variables=_tree.map_or_none(average_variable, output.variables, variables),
+        aux=jax.tree.map(mean_of_scalar, output.aux, is_leaf=_has_reduce),
     )
+    overwrite = jax.tree.map(largest_statistic, result.overwrite)
+    return PassResult(mean(result.grads), overwrite, output)

@@ -7,10 +7,10 @@ from typing import Any
 from flax import nnx
 
 from flax_amp import _tree
-from flax_amp._training import Array, AxisName, PyTree, UserFn
+from flax_amp._training import AxisName, PyTree, UserFn
 from flax_amp._training.arguments import check_count, check_type, describe
 from flax_amp._training.core import Judged, run_with_retries
-from flax_amp._training.loss import split_aux
+from flax_amp._training.loss import LossOutput, split_aux
 from flax_amp._training.passes import average_over_devices, cast_like, run_pass
 from flax_amp._training.scaler import Scaler, check_scaler
 
@@ -83,21 +83,21 @@ def dynamic_scale_value_and_grad(
                 "of the arrays of nnx.split(model)."
             )
 
-        def loss_of(*args: PyTree) -> tuple[Array, None, PyTree]:
+        def loss_of(*args: PyTree) -> LossOutput:
             loss, aux = split_aux(fun(*args, **fun_kwargs), has_aux, name)
-            return loss, None, aux
+            return LossOutput(loss, aux=aux)
 
         def run(scaler: Scaler) -> Judged:
             result = run_pass(loss_of, args, scaler, axis_name, **options)
-            result = average_over_devices(result, axis_name, None)
-            forward = _tree.all_finite(result.loss)
+            result = average_over_devices(result, axis_name, None, None)
+            forward = _tree.all_finite(result.output.loss)
             # The caller looks at the gradients themselves, not at their squares.
             backward = _tree.all_finite(result.grads)
             grads = cast_like(result.grads, tuple(args[n] for n in numbers))
             return Judged(result._replace(grads=grads), forward, backward)
 
         scaler, judged = run_with_retries(run, scaler, retries)
-        loss, aux, grads = judged.result.loss, judged.result.aux, judged.result.grads
+        grads, output = judged.result.grads, judged.result.output
         for number, grad in zip(numbers, grads, strict=True):
             if grad is None and args[number] is not None:
                 raise TypeError(
@@ -105,7 +105,7 @@ def dynamic_scale_value_and_grad(
                     "expected floating arrays to differentiate. Pass "
                     "jnp.float32(...), or filter=False."
                 )
-        value = (loss, aux) if has_aux else loss
+        value = (output.loss, output.aux) if has_aux else output.loss
         return scaler, (value, grads if isinstance(argnums, Sequence) else grads[0])
 
     return value_and_grad_fn

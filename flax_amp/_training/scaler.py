@@ -88,18 +88,26 @@ def first_scaler(precision: Precision, given: Any = None, name: str = "") -> Sca
     return init_scaler() if is_float16 else no_scaler()
 
 
-def check_scaled(precision: Precision, scaler: Mapping[str, Any]) -> None:
+def check_scaled(
+    asked: Precision | None, held: Precision, scaler: Mapping[str, Any]
+) -> None:
     """Warns of a step in float16 whose scale is at most 1 and never moves.
 
+    The precision that a step was `asked` for wins over the one that the state `held`.
     If there is no scaler at all, it raises a TypeError. It waits for the scaler on the
     device. Traced values tell nothing.
     """
-    if read_precision(precision)[0] != jnp.float16:
+    if read_precision(asked or held)[0] != jnp.float16:
         return
+    wins = ""
+    if asked is not None and asked != held:
+        holder = f"{held!r} of the state" if scaler else "that of a plain nnx.Optimizer"
+        wins = f"precision={asked!r} of the step wins over {holder}: "
     text = (
-        "train_step: the step is in float16 without a loss scale, where gradients "
-        "below 6e-8 become zero; expected a loss scaler. Make the AmpTrainState, or "
-        "the AmpOptimizer, with precision='16-mixed' or scaler=init_scaler()."
+        f"train_step: {wins}the step is in float16 without a loss scale, where "
+        "gradients below 6e-8 become zero; expected a loss scaler. Make the "
+        "AmpTrainState, or the AmpOptimizer, with precision='16-mixed' or "
+        "scaler=init_scaler()."
     )
     if not scaler:
         raise TypeError(text)

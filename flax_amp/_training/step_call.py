@@ -10,10 +10,12 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from flax_amp import _tree
 from flax_amp._training import Array, PyTree
+from flax_amp._training.arguments import first_foreign
 
 # How the errors of JAX begin. That of a user's callback may hold the same words later.
 _DELETED = re.compile("Array has been deleted|INVALID_ARGUMENT: .*deleted or donated")
 _DONATED = re.compile("(INVALID_ARGUMENT: )?[^:]*(donate the same|previously donated)")
+_FOREIGN = re.compile("Error interpreting argument to|.*not a valid JAX type")
 _HINT = (
     "To keep an old state, as for early stopping or a teacher, copy it before the step "
     "(jax.tree.map(jnp.copy, state), or the same with nnx.state(model)), or make the "
@@ -38,9 +40,20 @@ def copy_aliases(donated: PyTree, others: PyTree) -> PyTree:
 
 @contextlib.contextmanager
 def naming_arrays(caller: str, **arguments: PyTree) -> Iterator[None]:
-    """If JAX refuses an array in the call of a step, the error says which one."""
+    """If JAX refuses an argument of a step, the error says which one."""
     try:
         yield
+    except TypeError as error:
+        if not _FOREIGN.match(str(error)):
+            raise
+        found = (first_foreign(tree, name) for name, tree in arguments.items())
+        if not (foreign := next(filter(None, found), "")):
+            raise
+        raise TypeError(
+            f"{caller}: {foreign}; expected arrays and numbers. Leave it out of the "
+            "call, bind it to the loss with functools.partial, or encode it as an "
+            "integer."
+        ) from error
     except (RuntimeError, ValueError) as error:
         is_deleted, is_donated = (x.match(str(error)) for x in (_DELETED, _DONATED))
         if is_deleted:

@@ -1,6 +1,5 @@
 """`AmpTrainState`: Flax's `TrainState` with the scaler and all other state of a run."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
@@ -21,6 +20,7 @@ from flax_amp._training.optimizer import (
     store_in_half,
 )
 from flax_amp._training.scaler import Scaler, first_scaler
+from flax_amp.optim._extra_args import taken_by
 from flax_amp.policy import Precision, long_word
 
 # The user's subclass of the state, which functions return as they got it.
@@ -156,18 +156,31 @@ class AmpTrainState(train_state.TrainState):
         )
 
     def apply_gradients(
-        self, *, grads: PyTree, finite: bool | None = None, **kwargs: Any
+        self,
+        *,
+        grads: PyTree,
+        finite: bool | None = None,
+        extra_args: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> Self:
         """Returns the state after one update; see `flax.training.train_state`.
 
         Gradients that are not finite do not change the parameters. With `finite=True`
         nothing is checked: so the training step calls it, which selects.
+
+        `extra_args`, such as `{"value": loss}`, are further arguments of the optimizer.
+        It gets those that it takes, and the gradients as `grad`.
         """
         tx = self.tx
-        if finite is not None:
-            update = functools.partial(tx.update, finite=finite)
-            tx = optax.GradientTransformationExtraArgs(tx.init, update)
-        now = self.replace(tx=tx)
+        given = {} if finite is None else {"finite": finite}
+
+        def update(grads: PyTree, *state_and_params: PyTree) -> tuple[PyTree, PyTree]:
+            extra = {} if extra_args is None else {"grad": grads, **extra_args}
+            extra = given | taken_by(tx.update, extra)
+            out: tuple[PyTree, PyTree] = tx.update(grads, *state_and_params, **extra)
+            return out
+
+        now = self.replace(tx=optax.GradientTransformationExtraArgs(tx.init, update))
         new = train_state.TrainState.apply_gradients(now, grads=grads, **kwargs)
         return new.replace(tx=self.tx)
 

@@ -11,7 +11,12 @@ from flax import nnx
 from flax_amp import _tree
 from flax_amp._rewriter.transform import rewritten
 from flax_amp._training import AxisName, Metrics, PyTree, UserFn
-from flax_amp._training.arguments import Options, check_options, check_type
+from flax_amp._training.arguments import (
+    Options,
+    check_flags,
+    check_options,
+    check_type,
+)
 from flax_amp._training.core import run_step
 from flax_amp._training.loss import call_user_fn, fold_in, in_precision
 from flax_amp._training.scaler import check_scaled
@@ -29,6 +34,12 @@ ResultT = TypeVar("ResultT")
 _A_STATE = (
     "an AmpTrainState. Make it with flax_amp.AmpTrainState.create(...), or train an "
     "nnx.Module with make_nnx_train_step."
+)
+
+
+_FOR_EVALUATION = (
+    "an AmpTrainState or an nnx.Module. Bare parameters take no step: "
+    "jax.jit(flax_amp.amp(fn))(params, batch)."
 )
 
 
@@ -125,6 +136,7 @@ def make_train_step(
     of_passes = has_aux, redo_on_nan, accum_steps, axis_name, metrics_fn
     options = Options("make_train_step", loss_fn, precision, amp_policy, *of_passes)
     options = check_options(options)
+    check_flags(options.caller, donate=donate, jit=jit)
     if not jit and state_shardings is not None:
         raise ValueError(
             "make_train_step: got state_shardings with jit=False; expected only one of "
@@ -147,7 +159,7 @@ def make_train_step(
             check_type(state, AmpTrainState, "train_step: state", _A_STATE)
             # Nothing is compiled before the first call that is not traced.
             if jit and not step._cache_size():
-                check_scaled(options.precision or state.precision, state.scaler)
+                check_scaled(options.precision, state.precision, state.scaler)
             if jit and donate:
                 state = copy_aliases(state, (batch, args))
         with naming_arrays("train_step", state=state, batch=batch, args=args):
@@ -192,6 +204,7 @@ def make_eval_step(
       (4, 1)
     """
     options = check_options(Options("make_eval_step", fn, precision, amp_policy))
+    check_flags(options.caller, jit=jit)
 
     def evaluate(state: AmpTrainState, batch: PyTree, *args: PyTree) -> Any:
         def pure(params: Any, variables: Any, batch: Any, rngs: Any, *args: Any) -> Any:
@@ -210,7 +223,7 @@ def make_eval_step(
     def eval_step(state: Any, batch: PyTree, *args: PyTree) -> Any:
         if isinstance(state, nnx.Module):
             state = bare_state(AmpTrainState, **split_model(state, nnx.Param))
-        check_type(state, AmpTrainState, "eval_step: state", _A_STATE)
+        check_type(state, AmpTrainState, "eval_step: state", _FOR_EVALUATION)
         with naming_arrays("eval_step", state=state, batch=batch, args=args):
             return run(state, batch, *args)
 

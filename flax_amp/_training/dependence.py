@@ -1,0 +1,320 @@
+"""What the numbers of a traced loss depend on: the parameters, or the examples.
+
+A step that averages over parts of a batch asks two questions about a loss. Is it
+divided by a total that differs from part to part? And does the weight that it returns
+have a derivative? One pass over the equations answers both. For a mean over tokens:
+
+    n = reduce_sum mask       a total: one number, a sum over the examples of the part
+    m = max n 1.0             still that total
+    s = reduce_sum losses     depends on the parameters, with a derivative
+    q = div s m               divided by a total
+    l = add q penalty         a term of it is divided by a total
+
+A division inside of a nonlinear function (the root of a mean) is no division of the
+loss, and one in the body of a loop has another denominator in each iteration.
+"""
+
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from flax_amp import _compat
+from flax_amp._compat import Atom, Eqn, Jaxpr
+from flax_amp._rewriter.primitives import Trait, bodies, has
+from flax_amp._training.source_lines import SourceLine, source_line
+from flax_amp._tree import split_list
+
+
+class OnParameters(enum.IntEnum):
+    """How a number depends on the parameters; of several ways the largest counts."""
+
+    NOT = 0
+    BY_VALUE = 1  # its derivative is zero, as that of a comparison
+    BY_DERIVATIVE = 2
+
+
+class Dependence(NamedTuple):
+    """What a variable of a traced loss depends on."""
+
+    on_parameters: OnParameters = OnParameters.NOT
+    # Whether it differs from part to part: because of the examples or random numbers.
+    varies: bool = False
+    # Whether it is one number, perhaps repeated, that is a sum over what varies.
+    is_total: bool = False
+    # The line where it, or a term of it, was divided by a total.
+    division: SourceLine | None = None
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is the same number for all parts and parameters."""
+        return not self.varies and self.on_parameters is OnParameters.NOT
+
+
+CONSTANT = Dependence()
+PARAMETER = Dependence(OnParameters.BY_DERIVATIVE)
+EXAMPLE = Dependence(varies=True)
+
+# Their bodies run once, with the operands of the call.
+CALLS = frozenset(
+    "jit remat2 closed_call eval_jaxpr custom_jvp_call custom_vjp_call".split()
+)
+_FLAT = frozenset("stop_gradient sign floor ceil round argmax argmin".split())
+_SUMS = frozenset("reduce_sum dot_general".split())
+# What gives a total for totals and constants, beside what changes the layout.
+_KEEPS_TOTAL = frozenset(
+    """add sub max min clamp select_n convert_element_type reduce_precision psum
+    psum_invariant""".split()
+)
+# A stack of totals is not one number.
+_JOINS = frozenset("concatenate stack".split())
+# What is linear in all of its operands together, beside what changes the layout.
+_LINEAR = frozenset(
+    """add sub add_any neg select_n reduce_sum cumsum convert_element_type
+    reduce_precision psum psum_invariant gather dynamic_slice dot_general
+    mul""".split()
+)
+# Of these, one divided factor is enough.
+_PRODUCTS = frozenset("mul dot_general".split())
+_RANDOM = ("random_", "threefry", "rng_")
+# The operands that tell where numbers stand, or which are chosen, come after the first
+# one, or before the others.
+_FIRST_COUNTS = frozenset("gather dynamic_slice".split())
+_OVER_DEVICES = frozenset("psum psum_invariant pmax pmin".split())
+
+
+class Analysis:
+    """Finds the dependences of a traced loss.
+
+    `same_on` are the mapped axes whose devices hold all the parts: what is summed over
+    these axes is the same for each part.
+    """
+
+    def __init__(self, same_on: Sequence[Any] = ()):
+        self._same_on = set(same_on)
+        # A body is called many times, in models of many equal layers.
+        self._known: dict[Any, list[Dependence]] = {}
+        self._held: list[Jaxpr] = []  # so that the `id` of a body stays its own
+
+    def results(
+        self,
+        closed: Jaxpr,
+        operands: Sequence[Dependence],
+        call: SourceLine | None = None,
+        in_loop: bool = False,
+    ) -> list[Dependence]:
+        """Returns the dependences of the results of a jaxpr.
+
+        `call` is the line of the call around it: functions of JAX have none.
+        """
+        jaxpr, _ = _compat.open_jaxpr(closed)
+        key = id(jaxpr), tuple(operands), call, in_loop
+        if key not in self._known:
+            self._held.append(jaxpr)
+            self._known[key] = self._run(jaxpr, operands, call, in_loop)
+        return self._known[key]
+
+    def _run(
+        self,
+        jaxpr: Jaxpr,
+        operands: Sequence[Dependence],
+        call: SourceLine | None,
+        in_loop: bool,
+    ) -> list[Dependence]:
+        env: dict[Any, Dependence] = dict(zip(jaxpr.invars, operands, strict=True))
+
+        def read(atoms: Sequence[Atom]) -> list[Dependence]:
+            found = (None if isinstance(x, Literal) else env.get(x) for x in atoms)
+            return [x or CONSTANT for x in found]
+
+        for eqn in jaxpr.eqns:
+            line = source_line(eqn) or call
+            outs = self._equation(eqn, read(eqn.invars), line, in_loop)
+            env |= zip(eqn.outvars, outs, strict=True)
+        return read(jaxpr.outvars)
+
+    def _equation(
+        self,
+        eqn: Eqn,
+        operands: Sequence[Dependence],
+        line: SourceLine | None,
+        in_loop: bool,
+    ) -> list[Dependence]:
+        name = eqn.primitive.name
+        if name == "cond":
+            return self._cond(eqn, operands, line, in_loop)
+        if name == "scan":
+            return self._scan(eqn, operands, line)
+        if name == "while":
+            return self._while(eqn, operands, line)
+        if name in CALLS:
+            body = bodies(eqn)[0]
+            if len(_compat.open_jaxpr(body)[0].invars) == len(operands):
+                return self.results(body, operands, line, in_loop)
+        return [self._result(eqn, v, operands, line, in_loop) for v in eqn.outvars]
+
+    def _result(
+        self,
+        eqn: Eqn,
+        result: Atom,
+        operands: Sequence[Dependence],
+        line: SourceLine | None,
+        in_loop: bool,
+    ) -> Dependence:
+        """Returns the dependence of a result of an equation without bodies."""
+        name = eqn.primitive.name
+        ways = [x.on_parameters for x in operands]
+        on_parameters = max(ways, default=OnParameters.NOT)
+        if name in _FLAT or not _is_inexact(result):
+            on_parameters = min(on_parameters, OnParameters.BY_VALUE)
+        varies = any(x.varies for x in operands) or name.startswith(_RANDOM)
+        if name in _OVER_DEVICES and self._same_on:
+            varies &= not self._same_on.issubset(eqn.params["axes"])
+        may_be_total = varies and on_parameters is OnParameters.NOT
+        is_total = may_be_total and _is_total(eqn, result, operands)
+        division = _inherited_division(eqn, result, operands)
+        if _divides(eqn, operands) and not in_loop:
+            division = line or SourceLine("", 0)
+        return Dependence(on_parameters, varies, is_total, division)
+
+    # --- branches and loops ----------------------------------------------------------
+
+    def _cond(
+        self,
+        eqn: Eqn,
+        operands: Sequence[Dependence],
+        line: SourceLine | None,
+        in_loop: bool,
+    ) -> list[Dependence]:
+        index, *rest = operands
+        found = [
+            self.results(branch, rest, line, in_loop)
+            for branch in eqn.params["branches"]
+        ]
+        by_index = Dependence(
+            min(index.on_parameters, OnParameters.BY_VALUE), index.varies
+        )
+        joined = [functools.reduce(_join, outs) for outs in zip(*found, strict=True)]
+        return [
+            x._replace(
+                on_parameters=max(x.on_parameters, by_index.on_parameters),
+                varies=x.varies or by_index.varies,
+            )
+            for x in joined
+        ]
+
+    def _scan(
+        self, eqn: Eqn, operands: Sequence[Dependence], line: SourceLine | None
+    ) -> list[Dependence]:
+        counts = _compat.scan_counts(eqn)
+        consts, init, xs = split_list(operands, *counts)
+        body = eqn.params["jaxpr"]
+
+        def step(carry: Sequence[Dependence]) -> list[Dependence]:
+            return self.results(body, [*consts, *carry, *xs], line, in_loop=True)
+
+        carry = _fixed_point(lambda x: step(x)[: counts[1]], init)
+        ys = [_of_iterations(y) for y in step(carry)[counts[1] :]]
+        return [*carry, *ys]
+
+    def _while(
+        self, eqn: Eqn, operands: Sequence[Dependence], line: SourceLine | None
+    ) -> list[Dependence]:
+        sizes = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        _, consts, init = split_list(operands, *sizes)
+        body = eqn.params["body_jaxpr"]
+
+        def step(carry: Sequence[Dependence]) -> list[Dependence]:
+            return self.results(body, [*consts, *carry], line, in_loop=True)
+
+        return _fixed_point(step, init)
+
+
+def _fixed_point(step: Any, init: Sequence[Dependence]) -> list[Dependence]:
+    """Returns the dependences of a carry that an iteration leaves as they are."""
+    carry = [_of_iterations(x, keeps_total=True) for x in init]
+    while True:  # each round changes one of three properties of a carry, and none back
+        after = [_of_iterations(x, keeps_total=True) for x in step(carry)]
+        joined = [_join(x, y) for x, y in zip(carry, after, strict=True)]
+        if joined == carry:
+            return carry
+        carry = joined
+
+
+def _of_iterations(x: Dependence, keeps_total: bool = False) -> Dependence:
+    """Returns the dependence of what the iterations of a loop give.
+
+    The results of all iterations in a stack are not one number.
+    """
+    return x._replace(division=None, is_total=x.is_total and keeps_total)
+
+
+def _join(x: Dependence, y: Dependence) -> Dependence:
+    """Returns the dependence of a number that is one of two."""
+    return Dependence(
+        max(x.on_parameters, y.on_parameters),
+        x.varies or y.varies,
+        (x.is_total or x.is_constant)
+        and (y.is_total or y.is_constant)
+        and (x.is_total or y.is_total),
+        x.division or y.division,
+    )
+
+
+def _is_inexact(v: Atom) -> bool:
+    return jnp.issubdtype(getattr(v.aval, "dtype", jnp.int32), jnp.inexact)
+
+
+def _is_total(eqn: Eqn, result: Atom, operands: Sequence[Dependence]) -> bool:
+    """Whether a result that varies, and does not depend on parameters, is a total."""
+    name = eqn.primitive.name
+    if name in _SUMS and not result.aval.shape:
+        return True
+    first, *others = operands
+    if name == "mul":
+        return any(x.is_total for x in operands) and any(
+            x.is_constant for x in operands
+        )
+    if name == "div":
+        return first.is_total and others[0].is_constant
+    if name == "select_n":  # where the condition may be any
+        operands = others
+    is_layout = has(eqn, Trait.LAYOUT) and name not in _JOINS
+    if name not in _KEEPS_TOTAL and not is_layout:
+        return False
+    return functools.reduce(_join, operands).is_total
+
+
+def _divides(eqn: Eqn, operands: Sequence[Dependence]) -> bool:
+    """Whether an equation divides by a total."""
+    if eqn.primitive.name == "div":
+        return operands[1].is_total
+    is_power = eqn.primitive.name == "integer_pow"
+    return is_power and eqn.params["y"] < 0 and operands[0].is_total
+
+
+def _inherited_division(
+    eqn: Eqn, result: Atom, operands: Sequence[Dependence]
+) -> SourceLine | None:
+    """Returns the line at which a result was divided because an operand was.
+
+    A sum of a quotient and another term counts as a quotient only if it is a scalar, as
+    the loss with a penalty is: `logits - logsumexp(logits)` is no quotient because a
+    masked mean stands in the model.
+    """
+    name = eqn.primitive.name
+    if name == "div":
+        return operands[0].division
+    if name not in _LINEAR and not has(eqn, Trait.LAYOUT):
+        return None
+    if name == "select_n":
+        operands = operands[1:]
+    if name in _FIRST_COUNTS:
+        operands = operands[:1]
+    one_is_enough = name in _PRODUCTS or not result.aval.shape
+    if not one_is_enough and not all(x.division or x.is_constant for x in operands):
+        return None
+    return next((x.division for x in operands if x.division), None)
