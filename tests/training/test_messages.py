@@ -31,6 +31,7 @@ from flax_amp import (
     make_eval_step,
     make_nnx_train_step,
     make_train_step,
+    optim,
 )
 
 pytestmark = pytest.mark.once
@@ -102,6 +103,7 @@ def matrix(params, batch):
 
 
 STATS = {"batch_stats": {"mean": X}}
+OLD_KIND = nnx.ModelAndOptimizer(MODEL, optax.adam(0.1))
 WIDER = AmpOptimizer(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), optax.adam(0.1))
 FLAX = TrainState.create(apply_fn=None, params={"w": X}, tx=optax.sgd(0.1))
 
@@ -192,6 +194,48 @@ TABLE = {
         "train_step: model is a dict": nnx_on({}, OPTIMIZER),
         "is an AmpTrainState; expected a flax_amp.AmpOpt": nnx_on(MODEL, ADAM()),
         r"graphdef is a NoneType; .*create\(model=": linear_state().merge_model,
+        r"step is float32\[\]; expected an integer": of_state(step=1.5),
+        r"optimizer is a tuple; .*opt_state._replace\(inner_state=": of_state(
+            opt_state=optax.sgd(0.1).init({"w": X})
+        ),
+        # near misses
+        "is an nnx.ModelAndOptimizer; .*flax_amp.AmpOptimizer\\(model, tx, w": nnx_on(
+            MODEL, OLD_KIND
+        ),
+        "model is an AmpOptimizer; expected an nnx.Module: train_step\\(model": nnx_on(
+            OPTIMIZER, MODEL
+        ),
+        "metrics_fn is int32.*of \\(state, grads, updates\\)": made(
+            linear_loss, metrics_fn=3
+        ),
+        "the result of metrics_fn is a NoneType; expected a dict": run(
+            linear_loss, metrics_fn=lambda *_: None
+        ),
+        "donate is a str; expected True or False": made(linear_loss, donate="no"),
+        "make_nnx_train_step: jit is a NoneType": made_nnx(sum_loss, jit=None),
+        "has_aux is int32": made(linear_loss, has_aux=2),
+        r"train_step: batch\['n'\] is a str; expected arrays": run(
+            linear_loss, batch=lambda: {"x": X, "y": X, "n": "name"}
+        ),
+        r"train_step: args\[0\] is a str": later(
+            make_nnx_train_step(sum_loss), *linear_objects(), X, "name"
+        ),
+        r"aux\['n'\] is a str; expected arrays": run(pair({"n": "name"}), has_aux=True),
+        r"eval_step: state is a dict; .*jax.jit\(flax_amp.amp\(fn\)\)": later(
+            make_eval_step(linear_loss), {"w": X}, linear_batch()
+        ),
+        "learning_rate=None; expected a number or a schedule": later(
+            linear_state(optim.adam(0.1)).replace_hyperparams, learning_rate=None
+        ),
+        "learning_rate='x'; expected a number": later(
+            AmpOptimizer(MODEL, optim.adam(0.1)).replace_hyperparams, learning_rate="x"
+        ),
+        # weights
+        r"float32\[3\] as aux\['weight'\]; expected a scalar": run(
+            pair({"weight": X}), has_aux=True
+        ),
+        r"a NoneType as aux\['weight'\]": run(pair({"weight": None}), has_aux=True),
+        r"complex64\[\] as aux\['weight'\]": run(pair({"weight": 1j}), has_aux=True),
     },
 }
 ROWS = [(call, error, m) for error, rows in TABLE.items() for m, call in rows.items()]
@@ -200,6 +244,20 @@ ROWS = [(call, error, m) for error, rows in TABLE.items() for m, call in rows.it
 @pytest.mark.parametrize("call, error, message", ROWS, ids=[row[2] for row in ROWS])
 def test_messages(call, error, message):
     raised(call, error, message)
+
+
+@pytest.mark.parametrize("holder", ["state", "plain"])
+def test_the_precision_of_the_step_wins(holder):
+    """The message says so where float16 has no scale."""
+    step = make_train_step(linear_loss, precision="16-mixed")
+    nnx_step = make_nnx_train_step(sum_loss, precision="16-mixed")
+    plain = nnx.Optimizer(MODEL, optax.sgd(0.1), wrt=nnx.Param)
+    state = linear_state(precision="bf16-mixed", scaler=None)
+    call, error, held = {
+        "state": (lambda: step(state, linear_batch()), UserWarning, "'bf16-mixed' of"),
+        "plain": (lambda: nnx_step(MODEL, plain, X), TypeError, "that of a plain nnx."),
+    }[holder]
+    raised(call, error, f"precision='16-mixed' of the step wins over {held}")
 
 
 # Models that sow

@@ -1,0 +1,392 @@
+"""What a step averages over the parts of a batch, and by which weights."""
+
+import functools
+import inspect
+import warnings
+
+import _losses
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _losses import BATCH, LENGTH, OTHERS, PARAMS, QUOTIENTS, WIDTH, WORDS
+from clu import metrics as clu_metrics
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from _models import changed
+from _steps import WORDS as PRECISIONS
+from _steps import mapped, raised
+from flax_amp import (
+    AmpOptimizer,
+    AmpTrainState,
+    amp,
+    init_scaler,
+    make_nnx_train_step,
+    make_train_step,
+)
+from helpers import TOLERANCE, relative_error
+
+# --- losses that should return a weight ----------------------------------------------
+
+
+def warnings_of(loss, state=None, **options):
+    """The warnings of a step that is traced, and never run."""
+    state = state or AmpTrainState.create(params=PARAMS, tx=optax.sgd(0.1))
+    step = make_train_step(loss, donate=False, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(step, state, BATCH)
+    return caught
+
+
+def line_of(loss, part="/"):
+    """The numbers of the lines of a function that hold a division."""
+    lines, first = inspect.getsourcelines(loss)
+    return [first + i for i, line in enumerate(lines) if part in line]
+
+
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_a_mean_over_a_total_warns_once(name):
+    """The warning has the line of the division."""
+    (warning,) = warnings_of(QUOTIENTS[name], accum_steps=2)
+    assert warning.filename == _losses.__file__
+    parts = {"mean_where": "jnp.mean", "average": "jnp.average", "power": "**"}
+    source = _losses.mask if name == "in_a_checkpoint" else QUOTIENTS[name]
+    assert warning.lineno in line_of(source, parts.get(name, "/"))
+    text = str(warning.message)
+    assert f"make_train_step: {name} is divided at " in text
+    assert "With accum_steps=2, the step averages the losses of the parts as if" in text
+    assert '(loss, {"weight": total}), with has_aux=True' in text
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_other_loss_warns(name):
+    assert not warnings_of(OTHERS[name], accum_steps=2)
+
+
+@pytest.mark.parametrize("precision", [*PRECISIONS.values(), "amp"])
+def test_in_each_precision(precision):
+    """Also a loss that is rewritten already."""
+    loss = amp(_losses.mask) if precision == "amp" else _losses.mask
+    word = None if precision == "amp" else precision
+    assert len(warnings_of(loss, accum_steps=2, redo_on_nan=2, precision=word)) == 1
+    loss = amp(_losses.mean) if precision == "amp" else _losses.mean
+    assert not warnings_of(loss, accum_steps=2, precision=word)
+
+
+def test_only_where_something_is_averaged():
+    def counted(params, batch):
+        return _losses.mask(params, batch), {"weight": 1.0}
+
+    assert not warnings_of(_losses.mask)
+    assert not warnings_of(counted, has_aux=True, accum_steps=2)
+
+
+def over_axis(loss, mesh, **options):
+    """The texts of the warnings of a step over the devices of a mesh."""
+    state = AmpTrainState.create(params=PARAMS, tx=optax.sgd(0.1))
+    step = make_train_step(loss, axis_name="data", jit=False, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(mapped(step, mesh), state, BATCH)
+    return [str(warning.message) for warning in caught]
+
+
+def test_over_devices(mesh):
+    """A total over all devices does not differ from device to device."""
+
+    def whole(params, batch):
+        total, count = _losses.masked(params, batch), batch["mask"].sum()
+        return jax.lax.psum(total, "data") / jax.lax.psum(count, "data")
+
+    (text,) = over_axis(_losses.mask, mesh)
+    assert "With axis_name='data', the step averages" in text
+    assert not over_axis(_losses.mean, mesh)
+    assert not over_axis(whole, mesh)
+
+
+def test_a_mean_of_jax_at_another_line():
+    """JAX keeps the trace of its own functions; each call has its line."""
+
+    def first(params, batch):
+        return jnp.average(_losses.cross_entropy(params, batch), weights=batch["mask"])
+
+    def second(params, batch):
+        losses = _losses.cross_entropy(params, batch)
+        return jnp.average(losses, weights=batch["mask"])
+
+    for loss in (first, second):
+        (warning,) = warnings_of(loss, accum_steps=2)
+        assert [warning.lineno] == line_of(loss, "jnp.average")
+
+
+# --- weights -------------------------------------------------------------------------
+
+SIZE = 32
+
+
+def make_rows(most=LENGTH):
+    """Rows of random lengths, of which some parts of the batch have none."""
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, WORDS, (SIZE, LENGTH))
+    length = generator.integers(0, most + 1, SIZE)
+    length = np.where(np.arange(SIZE) % 4 == 1, 0, length)
+    mask = (np.arange(LENGTH) < length[:, None]).astype(np.float32)
+    return {"x": x, "y": np.roll(x, -1, 1), "mask": mask}
+
+
+class Net(nnx.Module):
+    """The model of `_losses.masked`, with statistics of what it has seen."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, WORDS, use_bias=False, rngs=rngs)
+        self.largest = nnx.BatchStat(jnp.float32(0))
+
+    def __call__(self, x):
+        return self.head(self.embed(x))
+
+
+def nnx_total(model, batch):
+    # 0/0 in a part without tokens, as the loss.
+    model.largest[...] = (
+        batch["mask"].max() + 0 * batch["mask"].sum() / batch["mask"].sum()
+    )
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["x"]), batch["y"]
+    )
+    return (losses * batch["mask"]).sum()
+
+
+def token_mean(total, mesh=None):
+    def loss_fn(target, batch):
+        count = batch["mask"].sum()
+        loss = total(target, batch) / count
+        aux = {"weight": count, "copy": loss}
+        if mesh is None:  # a metric of clu reduces itself, but not over devices
+            values = batch["mask"].sum(1)
+            aux["each"] = clu_metrics.Average.from_model_output(values=values)
+        return loss, aux
+
+    return loss_fn
+
+
+def gradients(target, grads, updates):
+    return {"grads": grads}
+
+
+# 2**15 is too much for a sum over tokens, and a retry finds a scale.
+MADE = dict(tx=optax.sgd(0.1), scaler=init_scaler(scaler=2.0**10))
+
+
+def leaves_of(grads):
+    """The arrays of gradients, of a tree or of NNX, in one order."""
+    return jax.tree.leaves(grads if type(grads) is dict else nnx.to_pure_dict(grads))
+
+
+def on_linen(precision, mesh, rows, **options):
+    step = make_train_step(token_mean(_losses.masked, mesh), **options)
+    step = mapped(step, mesh) if mesh else step
+    params = {key: PARAMS[key] for key in ("embed", "head")}
+    state = AmpTrainState.create(params=params, precision=precision, **MADE)
+    _, metrics = step(state, rows)
+    return metrics, leaves_of(metrics["grads"])
+
+
+def on_nnx_state(precision, mesh, rows, **options):
+    step = make_train_step(token_mean(nnx_total, mesh), **options)
+    step = mapped(step, mesh) if mesh else step
+    state = AmpTrainState.create(model=Net(), precision=precision, **MADE)
+    new, metrics = step(state, rows)
+    assert new.variables["largest"] == 1
+    return metrics, leaves_of(metrics["grads"])
+
+
+def on_objects(precision, mesh, rows, **options):
+    step = make_nnx_train_step(token_mean(nnx_total, mesh), **options)
+    model = Net()
+    optimizer = AmpOptimizer(model, precision=precision, **MADE)
+    if mesh:
+        specs = dict(in_specs=(P(), P(), P("data")), out_specs=P())
+        step = nnx.jit(nnx.shard_map(step, mesh=mesh, **specs))
+    metrics = step(model, optimizer, rows)
+    assert model.largest[...] == 1
+    return metrics, leaves_of(metrics["grads"])
+
+
+KINDS = [on_linen, on_nnx_state, on_objects]
+
+
+@functools.cache
+def whole_batch(kind):
+    """The loss and the gradients of all tokens, in float32."""
+    rows = make_rows()
+    if kind is on_linen:
+        params = {key: PARAMS[key] for key in ("embed", "head")}
+        loss_fn, grad = token_mean(_losses.masked), jax.grad
+    else:
+        params, loss_fn, grad = Net(), token_mean(nnx_total), nnx.grad
+    grads, aux = grad(loss_fn, has_aux=True)(params, rows)
+    return aux["copy"], leaves_of(grads)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(jnp.float16, marks=pytest.mark.once), jnp.bfloat16, jnp.float32],
+)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "accum_steps, devices",
+    [(2, 1), (16, 1), (1, 8), (4, 2), (4, 8)],
+)
+def test_the_average_is_that_of_the_whole_batch(dtype, kind, accum_steps, devices):
+    """Also if some parts have no tokens: their loss is 0/0, and counts nothing."""
+    mesh = None
+    if devices > 1:
+        auto = (jax.sharding.AxisType.Auto,)
+        some = jax.devices()[:devices]
+        mesh = jax.make_mesh((devices,), ("data",), devices=some, axis_types=auto)
+    rows = make_rows()
+    options = dict(accum_steps=accum_steps, redo_on_nan=1, metrics_fn=gradients)
+    if mesh:
+        options |= dict(axis_name="data", jit=False)
+    metrics, grads = kind(PRECISIONS[dtype], mesh, rows, has_aux=True, **options)
+    loss, exact = whole_batch(kind)
+    bounds = (1e-6, 1e-6) if dtype == jnp.float32 else TOLERANCE[jnp.dtype(dtype)]
+    assert metrics["grads_finite"] and not metrics["skipped_total"]
+    assert metrics["weight"] == rows["mask"].sum()
+    for value in (metrics["loss"], metrics["copy"]):
+        assert relative_error(value, loss) < bounds[0]
+    assert relative_error(grads, exact) < bounds[1]
+    if not mesh:
+        average = float(metrics["each"].compute())
+        np.testing.assert_allclose(average, rows["mask"].sum(1).mean(), rtol=1e-6)
+
+
+WAYS = {
+    "one pass": {},
+    "redone": {"redo_on_nan": 3},
+    "micro-batches": {"accum_steps": 4, "redo_on_nan": 3},
+    "devices": {"axis_name": "data", "jit": False},
+    "both": {"axis_name": "data", "jit": False, "accum_steps": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [on_linen, on_objects])
+def test_a_batch_without_weight_is_skipped(kind, way, mesh):
+    """And the scale stays: no lower one would help. A guarded loss is 0, not NaN."""
+    options = WAYS[way] | {"metrics_fn": gradients, "has_aux": True}
+    mesh = mesh if "axis_name" in options else None
+    rows = make_rows(most=0)
+    if kind is on_objects:  # which looks at its statistics
+        model = Net()
+        before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+        optimizer = AmpOptimizer(model, precision="16-mixed", **MADE)
+        step = make_nnx_train_step(token_mean(nnx_total, mesh), **options)
+        if mesh:
+            specs = dict(in_specs=(P(), P(), P("data")), out_specs=P())
+            step = nnx.jit(nnx.shard_map(step, mesh=mesh, **specs))
+        metrics = step(model, optimizer, rows)
+        assert not changed(before, nnx.to_pure_dict(nnx.state(model)))
+    else:
+        metrics, _ = kind("16-mixed", mesh, rows, **options)
+    assert not metrics["grads_finite"] and metrics["skipped_total"] == 1
+    assert np.isnan(metrics["loss"]) and metrics["weight"] == 0
+    assert metrics["scaler"] == 2.0**10
+
+
+@pytest.mark.parametrize("accum_steps", [1, 4])
+def test_a_guarded_loss_without_weight(accum_steps):
+    """It is 0, and finite; its step is skipped all the same."""
+
+    def loss_fn(params, batch):
+        count = batch["mask"].sum()
+        loss = _losses.masked(params, batch) / jnp.maximum(count, 1)
+        return loss, {"weight": count}
+
+    state = AmpTrainState.create(params=PARAMS, tx=optax.adamw(0.1))
+    step = make_train_step(loss_fn, has_aux=True, accum_steps=accum_steps, donate=False)
+    new, metrics = step(state, make_rows(most=0))
+    assert not metrics["grads_finite"] and np.isnan(metrics["loss"])
+    assert not changed(state.params, new.params)
+
+
+def test_a_part_with_weight_that_is_not_finite_skips_the_step():
+    rows = make_rows()
+    rows["mask"][2, 0] = np.nan
+    options = dict(has_aux=True, accum_steps=4, metrics_fn=gradients)
+    metrics, _ = on_linen("bf16-mixed", None, rows, **options)
+    assert not metrics["grads_finite"]
+
+
+def test_a_scan_of_weighted_steps_is_the_loop():
+    step = make_train_step(
+        token_mean(_losses.masked), has_aux=True, accum_steps=4, jit=False
+    )
+    params = {key: PARAMS[key] for key in ("embed", "head")}
+    state = AmpTrainState.create(params=params, precision="32-true", **MADE)
+    batches = [make_rows(), make_rows(most=0), make_rows(most=2)]
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *batches)
+    scanned, metrics = jax.jit(lambda s, b: jax.lax.scan(step, s, b))(state, stacked)
+    for batch in batches:
+        state, _ = jax.jit(step)(state, batch)
+    assert metrics["grads_finite"].tolist() == [True, False, True]
+    assert metrics["weight"].tolist() == [rows["mask"].sum() for rows in batches]
+    assert relative_error(scanned.params, state.params) < 1e-6
+
+
+@pytest.mark.parametrize("weight", [3, 3.0, np.int64(3), np.float32(3), True])
+def test_kinds_of_weights(weight):
+    """Numbers of Python and of NumPy; equal weights change nothing."""
+
+    def loss_fn(params, batch):
+        return _losses.mean(params, batch), {"weight": weight}
+
+    state = AmpTrainState.create(params=PARAMS, tx=optax.sgd(0.1), precision="32-true")
+    options = dict(donate=False, accum_steps=2)
+    weighted, metrics = make_train_step(loss_fn, has_aux=True, **options)(state, BATCH)
+    plain, _ = make_train_step(_losses.mean, **options)(state, BATCH)
+    assert metrics["weight"] == 2 * float(weight)
+    assert relative_error(weighted.params, plain.params) < 1e-6
+
+
+BY_VALUE = {
+    "stopped": lambda p: jax.lax.stop_gradient(p["head"].sum()),
+    "counted": lambda p: (p["head"] > 0).sum(),
+    "rounded": lambda p: jnp.floor(p["head"].sum()),
+    "of a branch": lambda p: jnp.where(p["head"].sum() > 0, 2.0, 1.0),
+}
+BY_DERIVATIVE = {
+    "sum": lambda p: p["head"].sum(),
+    "in a branch": lambda p: jax.lax.cond(True, jnp.sum, jnp.max, p["head"]),
+    "in a loop": lambda p: jax.lax.fori_loop(
+        0, 2, lambda i, x: x + p["head"][0, 0], jnp.float32(1)
+    ),
+    "in a scan": lambda p: jax.lax.scan(
+        lambda c, row: (c + row.sum(), None), 0.0, p["head"]
+    )[0],
+    "in a checkpoint": lambda p: jax.checkpoint(jnp.sum)(p["head"]),
+}
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", [*BY_VALUE, *BY_DERIVATIVE])
+def test_a_weight_has_no_derivative(name, precision, accum_steps):
+    weight = (BY_VALUE | BY_DERIVATIVE)[name]
+
+    def loss_fn(params, batch):
+        return _losses.mean(params, batch), {"weight": weight(params)}
+
+    state = AmpTrainState.create(params=PARAMS, tx=optax.sgd(0.1), precision=precision)
+    step = make_train_step(loss_fn, has_aux=True, accum_steps=accum_steps)
+    call = functools.partial(jax.eval_shape, step, state, BATCH)
+    if name in BY_VALUE:
+        call()
+    else:
+        message = r"loss_fn returned an aux\['weight'\] that depends on the parameters"
+        raised(call, ValueError, message)
