@@ -46,7 +46,9 @@ def make_nnx_train_step(
 ) -> Callable[..., Metrics]:
     """Makes a training step that updates a model and its optimizer in place.
 
-    It does what the step of `make_train_step` does. A step that is not finite changes
+    It does what the step of `make_train_step` does. What the loss writes into the model
+    is kept, and the optimizer updates it: also parameters, as `nnx.SpectralNorm` or a
+    clip of weights writes them. A step that is not finite changes
     neither model nor optimizer, but for the optimizer's `step`, which counts skipped
     steps, too, and the scaler and the counters of a `flax_amp.AmpOptimizer`.
 
@@ -54,7 +56,7 @@ def make_nnx_train_step(
       loss_fn: `loss_fn(model, batch, *args)`, which returns a scalar float loss.
         Modules in the batch or in `args`, such as an `nnx.Rngs` or an
         `nnx.metrics.Metric`, are updated like the model, but neither train nor split.
-      precision: what to compute in, instead of the `precision` of the optimizer. A
+      precision: what to compute in. It wins over the `precision` of the optimizer. A
         plain `nnx.Optimizer` tells none: for it, the default is "bf16-mixed".
       has_aux, amp_policy, redo_on_nan, accum_steps, axis_name: see `make_train_step`.
       metrics_fn: `metrics_fn(model, grads, updates)`, as in `make_train_step`. `model`

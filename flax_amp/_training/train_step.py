@@ -67,6 +67,10 @@ def make_train_step(
 ) -> TrainStep:
     """Makes a training step from an ordinary float32 loss.
 
+    The optimizer gets those extra arguments that it takes of `value` and `loss` (the
+    loss), `grad` (the gradients) and `grad_norm`, as `optax.contrib.reduce_on_plateau`
+    does.
+
     Args:
       loss_fn: `loss_fn(params, batch, *args)`, or `loss_fn(model, batch, *args)` if
         the state was made from an NNX model. It returns a scalar float loss. It may
@@ -74,22 +78,29 @@ def make_train_step(
         pass, and `rngs`, `state.rngs` folded with `state.step`. A loss that is already
         `flax_amp.amp(...)` is taken as it is, for options that the step does not have.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is any pytree. The entries
-        of a dict become metrics; only its reserved key `"variables"` holds updated
-        collections of a Linen model, as `apply` with `mutable=` returns them. The state
-        of an NNX model is collected from the model itself.
-      precision: what to compute in, instead of the `precision` of the state.
+        of a dict become metrics, but for two reserved keys. `"variables"` holds updated
+        collections of a Linen model, as `apply` with `mutable=` returns them; the state
+        of an NNX model is collected from the model itself. `"weight"` is the weight of
+        this loss among those of other micro-batches and devices, a scalar number
+        without a derivative: the number of tokens of a mean over tokens.
+      precision: what to compute in. It wins over the `precision` of the state.
       amp_policy: see `flax_amp.amp`.
       redo_on_nan: how often at most to compute the same batch again with a lower
         scale, while the loss is finite, the gradients are not, and the scale can fall.
       accum_steps: the number of micro-batches. The leading axis of every leaf of the
-        batch is split (every `accum_steps`-th example goes into the same micro-batch),
-        and the gradients are averaged in float32. Scalar float leaves of `aux` are
-        averaged too, nodes with a `reduce` method (clu metrics) are reduced, and all
-        other leaves come back stacked.
+        batch is split (every `accum_steps`-th example goes into the same micro-batch).
+        The loss is `sum(w_i * L_i) / sum(w_i)` of the losses `L_i` and the weights
+        `w_i` of the micro-batches, in float32, and the gradients are those of this
+        quotient. Without `aux["weight"]`, each counts the same; a loss that is divided
+        by a total of its examples then warns. A micro-batch of weight 0 contributes
+        nothing, and if all weights are 0, the step is skipped. Scalar float leaves of
+        `aux` are averaged by the same weights, nodes with a `reduce` method (clu
+        metrics) are reduced, and all other leaves come back stacked. A micro-batch
+        starts with the variables and parameters that the one before has written.
       axis_name: mapped axis (of `shard_map`, `pmap` or `vmap`), or a tuple of them,
-        over which to average gradients (in float32), loss, variables and scalar float
-        leaves of `aux`. Each device draws its own `rngs`. Use it with `jit=False`
-        inside the mapped function.
+        over which to average loss, gradients, written variables and parameters, and
+        scalar float leaves of `aux`, in float32, by the same weights. Each device draws
+        its own `rngs`. Use it with `jit=False` inside the mapped function.
       metrics_fn: `metrics_fn(state, grads, updates)`, traced into the step, returns a
         dict of further metrics. `state` is the one before the update, `grads` are
         unscaled and averaged, before `tx`, and `updates` are the new parameters minus
@@ -111,6 +122,7 @@ def make_train_step(
       - `scaler`: the scale of the next step.
       - `grad_norm`: the norm of the unscaled gradients, before any clipping.
       - `skipped_total`: the number of skipped steps.
+      - `weight`: float32, the sum of the weights, if the loss returns one.
       - `hyperparams/learning_rate` and so on, if `tx` is of `flax_amp.optim` or of
         `optax.inject_hyperparams`: the values that the last update used.
       - the entries of `metrics_fn`, and those of `aux`, if that is a dict whose keys
