@@ -265,6 +265,23 @@ def struct_of(aval: Aval, dtype: DType) -> jax.ShapeDtypeStruct:
     )
 
 
+def varying_axes(aval: Aval) -> frozenset[str]:
+    """Returns the axes of a mesh along which a value in a `shard_map` may differ.
+
+    They are known with `check_vma=True` only.
+    """
+    return aval.mat.varying
+
+
+def named_axes(eqn: Eqn) -> set[str]:
+    """Returns the axes of a mesh along which an equation asks for other devices.
+
+    It may also ask for its own place among them. JAX has an effect for each.
+    """
+    kind = "NamedAxisEffect"
+    return {effect.name for effect in eqn.effects if type(effect).__name__ == kind}
+
+
 def hoist_consts(closed: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     """Returns a closed jaxpr as an open one that takes its consts as first inputs."""
     jaxpr, consts = open_jaxpr(closed)

@@ -9,22 +9,19 @@ name.
 import dataclasses
 import itertools
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax
 import jax
 import jax.numpy as jnp
-import optax
 from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr, evaluate, open_jaxpr
 from flax_amp._rewriter.primitives import Kind, is_matmul, kind_of
 from flax_amp._scope_paths import split_method
+from flax_amp._training.source_lines import source_line
 from flax_amp._tree import fill, pick
 from flax_amp.debug._report import is_half, short
 
@@ -108,9 +105,6 @@ def low_share(rows: Sequence[Equation]) -> float | None:
 
 # --- where an equation stands --------------------------------------------------------
 
-_LIBRARIES = tuple(
-    str(Path(module.__file__ or "").parent) + os.sep for module in (flax, optax)
-)
 # Scopes that JAX opens around what a backward pass computes again.
 _OF_CHECKPOINTS = ("checkpoint", "rematted_computation")
 
@@ -170,7 +164,7 @@ class Location(NamedTuple):
     @property
     def source(self) -> str:
         """The line of the user's code; if it is not known, that of what is around."""
-        return next(filter(None, map(source_line, reversed(self.eqns))), "")
+        return next(filter(None, map(source_text, reversed(self.eqns))), "")
 
     def of(self, eqn: Eqn) -> "Location":
         """Returns the location of an equation in this jaxpr."""
@@ -181,14 +175,10 @@ class Location(NamedTuple):
         return self._replace(inside=(*self.inside, note))
 
 
-def source_line(eqn: Eqn) -> str:
-    """Returns the line of the user's code that an equation comes from."""
-    frames = list(_compat.user_frames(eqn))
-    of_user = (frame for frame in frames if not frame[0].startswith(_LIBRARIES))
-    file, line = next(of_user, (frames or [("", 0)])[0])
-    relative = os.path.relpath(file) if file else ""
-    path = file if relative.startswith("..") else relative
-    return f"{path}:{line}" if path else ""
+def source_text(eqn: Eqn) -> str:
+    """Returns the file and the line of the user's code, or nothing."""
+    line = source_line(eqn)
+    return "" if line is None else str(line)
 
 
 # --- the user's equations ------------------------------------------------------------

@@ -9,8 +9,8 @@ program. So a mask of `-inf`, or an inf that a `where` drops, is no false alarm:
     c = exp y       inf: cause 2
     d = sub c c     NaN: it inherits cause 2
 
-A loop and each of its iterations run as a whole first, and equation by equation only if
-a result is not finite.
+A loop, each of its iterations and a `shard_map` run as a whole first, and equation by
+equation only if a result is not finite.
 """
 
 import dataclasses
@@ -28,12 +28,10 @@ from flax_amp import _compat, _tree
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr, evaluate
 from flax_amp._rewriter.primitives import Kind, Trait, bodies, has, kind_of
 from flax_amp._tree import split_list
+from flax_amp.debug._devices import OPTIONS, Devices, Examples, NotAlone
 from flax_amp.debug._record import CALLS, Location
 from flax_amp.debug._report import plural, short
 
-# XLA may keep the digits and the range of float32 in fused code. Here each equation is
-# to run in its own dtype.
-_OPTIONS = {"xla_allow_excess_precision": False}
 _CASTS = ("convert_element_type", "flax_amp_spread")
 _NOT_ELEMENTWISE = ("scatter", "select_and", "flax_amp")  # among arithmetic
 _KINDS: dict[str, Callable[[Any], Any]] = {
@@ -50,7 +48,7 @@ class Finding:
     path: str  #: the module, or the scope, that it stands in
     source: str  #: the line of the user's code, with its file
     backward: bool  #: whether it makes only gradients not finite
-    inside: tuple[str, ...]  #: the loops and branches around it, outermost first
+    inside: tuple[str, ...]  #: loops, branches and devices around it, outermost first
     primitive: str  #: its name, or `constant` for one of the program
     what: str  #: in words, such as `the cast to float16 of batch/image`
     kind: str  #: what it made, `inf`, `-inf` or `NaN`
@@ -88,6 +86,10 @@ def earliest(causes: Sequence[Cause | None]) -> Cause | None:
     return min(filter(None, causes), key=lambda cause: cause.order, default=None)
 
 
+class _Apart(Exception):
+    """Devices, or the examples of a `vmap`, go different ways in a loop or a branch."""
+
+
 def _value(x: Array, cause: Cause | None, name: str) -> Value:
     return Value(x, None if cause is None or is_finite(x) else cause, name)
 
@@ -98,11 +100,12 @@ class Runner:
 
     closed: Jaxpr
     backward: bool  # whether its equations matter for gradients only
-    examples: Callable[[Any], tuple[int, ...]]  # those marked in an array of bools
+    examples: Examples
     # What held a number beyond the range of half that a cast has made finite.
     limited: dict[str, None] = dataclasses.field(default_factory=dict)
     compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
     numbers: Any = dataclasses.field(default_factory=itertools.count)
+    devices: Devices | None = None  # in a `shard_map`: arrays are stacks of theirs
 
     def __call__(
         self, arrays: Sequence[Any], names: Any, faults: Container[int]
@@ -137,19 +140,20 @@ class Runner:
     def _constant(self, x: Any, atom: Atom, at: Location) -> Value:
         if isinstance(atom, Literal):
             x = np.asarray(x, getattr(atom.aval, "dtype", None))
+        stack = self.devices.repeat(x) if self.devices else x
         if is_finite(x):
-            return Value(x)
+            return Value(stack)
         place = at.path, at.source, self.backward, at.inside
         finding = Finding(*place, "constant", "a constant of the program", kinds(x))
-        return Value(x, Cause((1, next(self.numbers)), finding))
+        return Value(stack, Cause((1, next(self.numbers)), finding))
 
     def _equation(self, eqn: Eqn, values: Sequence[Value], at: Location) -> list[Value]:
         name = eqn.primitive.name
         if name in CALLS and name != "shard_map":
             return self._jaxpr(bodies(eqn)[0], values, at)
-        if name == "cond":
+        if name == "cond" and len(indices := np.unique(values[0].array)) == 1:
             branches = eqn.params["branches"]
-            chosen = min(max(int(values[0].array), 0), len(branches) - 1)
+            chosen = min(max(int(indices[0]), 0), len(branches) - 1)
             inside = at.noted(f"branch {chosen} of {len(branches)}")
             return self._jaxpr(branches[chosen], values[1:], inside)
         outs = self._whole(eqn, values)
@@ -167,9 +171,17 @@ class Runner:
     ) -> list[Cause | None]:
         """Returns the cause of each result that is not finite."""
         causes: list[Cause | None] = [None] * len(outs)
-        loops = {"scan": self._in_scan, "while": self._in_while}
-        if eqn.primitive.name in loops and not all(map(is_finite, outs)):
-            causes = loops[eqn.primitive.name](eqn, values, at)
+        enter = {
+            "scan": self._in_scan,
+            "while": self._in_while,
+            "cond": self._in_cond,
+            "shard_map": self._in_shard_map,
+        }
+        if eqn.primitive.name in enter and not all(map(is_finite, outs)):
+            try:
+                causes = enter[eqn.primitive.name](eqn, values, at)
+            except _Apart:
+                causes = self._following(eqn, values, outs, at) or causes
         return [
             None if is_finite(x) else cause or self._cause(eqn, values, x, at)
             for x, cause in zip(outs, causes, strict=True)
@@ -178,11 +190,13 @@ class Runner:
     def _whole(self, item: Eqn | Jaxpr, values: Sequence[Value]) -> list[Array]:
         """Runs an equation or a body as a whole; what has bodies is compiled once."""
         arrays, is_eqn = [value.array for value in values], hasattr(item, "primitive")
+        if self.devices:
+            return list(self.devices.run(item, arrays))
         run = functools.partial(_compat.bind_in_context if is_eqn else evaluate, item)
         if is_eqn and not any(jaxprs_in_params(item.params)):
             return list(run(arrays))  # JAX caches it
         if id(item) not in self.compiled:
-            made = jax.jit(lambda *arrays: run(arrays), compiler_options=_OPTIONS)
+            made = jax.jit(lambda *arrays: run(arrays), compiler_options=OPTIONS)
             self.compiled[id(item)] = item, made  # so that its id stays its own
         return list(self.compiled[id(item)][1](*arrays))
 
@@ -205,8 +219,13 @@ class Runner:
         order = range(length)[:: -1 if note else 1]
         for count, i in enumerate(order, 1):  # as it runs
             # A static index would be compiled for each iteration.
-            row = functools.partial(jax.lax.dynamic_index_in_dim, index=np.int32(i))
-            rows = [_value(row(x.array, keepdims=False), x.cause, x.name) for x in xs]
+            row = functools.partial(
+                jax.lax.dynamic_index_in_dim,
+                index=np.int32(i),
+                axis=1 if self.devices else 0,
+                keepdims=False,
+            )
+            rows = [_value(row(x.array), x.cause, x.name) for x in xs]
             place = at.noted(f"scan iteration {count} of {length}{note}")
             outs = self._iteration(eqn.params["jaxpr"], [*consts, *carry, *rows], place)
             carry, ys = split_list(outs, counts[1])
@@ -217,11 +236,60 @@ class Runner:
         params, count = eqn.params, itertools.count(1)
         counts = params["cond_nconsts"], params["body_nconsts"]
         cond_consts, consts, carry = split_list(values, *counts)
-        while self._whole(params["cond_jaxpr"], [*cond_consts, *carry])[0]:
+        while _common(self._whole(params["cond_jaxpr"], [*cond_consts, *carry])[0]):
             place = at.noted(f"while iteration {next(count)}")
             values = [*consts, *carry]
             carry = tuple(self._iteration(params["body_jaxpr"], values, place))
         return [value.cause for value in carry]
+
+    def _in_cond(self, eqn: Eqn, values: Sequence[Value], at: Location) -> Any:
+        raise _Apart  # a `cond` with one branch for all has not run as a whole
+
+    # --- devices ---------------------------------------------------------------------
+
+    def _in_shard_map(self, eqn: Eqn, values: Sequence[Value], at: Location) -> Any:
+        unknown = [None] * len(eqn.outvars)
+        if self.devices:
+            return unknown
+        arrays = [value.array for value in values]
+        devices = Devices.of(
+            eqn,
+            arrays,
+            depth=len(at.inside),
+            compiled=self.compiled,
+            examples=self.examples,
+        )
+        try:
+            inner = [
+                _value(stack, value.cause, value.name)
+                for stack, value in zip(devices.split(arrays), values, strict=True)
+            ]
+            outs = self._on(devices)._jaxpr(eqn.params["jaxpr"], inner, at)
+        except NotAlone:
+            return unknown
+        return [value.cause for value in outs]
+
+    def _on(self, devices: Devices) -> "Runner":
+        return dataclasses.replace(self, devices=devices, examples=devices.examples)
+
+    def _following(
+        self, eqn: Eqn, values: Sequence[Value], outs: Sequence[Array], at: Location
+    ) -> list[Cause | None]:
+        """Follows one device where they go apart, the first that is not finite.
+
+        It is not possible if the equation asks for other devices.
+        """
+        devices = self.devices
+        if not devices or devices.followed is not None or _compat.named_axes(eqn):
+            return []
+        bad = next(x for x in outs if not is_finite(x))
+        number = devices.first(~np.isfinite(np.asarray(bad)))
+        alone = [
+            _value(devices.repeat(part), value.cause, value.name)
+            for part, value in zip(_parts(values, number), values, strict=True)
+        ]
+        runner = self._on(devices.following(number))
+        return [value.cause for value in runner._equation(eqn, alone, at)]
 
     # --- the cause of a result of one equation ---------------------------------------
 
@@ -243,9 +311,18 @@ class Runner:
         if np.isnan(x[fresh]).any():
             causes = (value.cause for value in suspects)
             arguments = arguments.union(*(cause.arguments for cause in causes if cause))
-        finding = self._describe(eqn, values, x, fresh, at)
         order = (0, next(self.numbers))
-        return Cause(order, finding, arguments, self.examples(fresh))
+        examples = self.examples(fresh)
+        if self.devices:  # a message tells of the arrays of one device
+            number = self.devices.first(fresh)
+            around, inside = split_list(at.inside, self.devices.depth)
+            at = at._replace(inside=(*around, self.devices.note(fresh), *inside))
+            parts = zip(_parts(values, number), values, strict=True)
+            values = [value._replace(array=part) for part, value in parts]
+            x = x[number]
+            fresh = fresh[number]
+        finding = self._describe(eqn, values, x, fresh, at)
+        return Cause(order, finding, arguments, examples)
 
     def _describe(
         self, eqn: Eqn, values: Sequence[Value], x: Any, fresh: Any, at: Location
@@ -279,6 +356,18 @@ _all_finite = jax.jit(lambda x: jnp.isfinite(x).all())
 def is_finite(x: Array) -> bool:
     """Whether an array holds neither inf nor NaN."""
     return not _tree.is_inexact_array(x) or bool(_all_finite(x))
+
+
+def _parts(values: Sequence[Value], number: int) -> list[Array]:
+    """Returns what a device has of some stacks."""
+    return [jax.device_get(value.array)[number] for value in values]
+
+
+def _common(flags: Array) -> bool:
+    """Returns the one value that all of some flags have."""
+    if len(found := np.unique(flags)) > 1:
+        raise _Apart
+    return bool(found[0])
 
 
 def kinds(x: Array) -> str:

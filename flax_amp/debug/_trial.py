@@ -14,7 +14,7 @@ from flax_amp._rewriter.primitives import Kind, kind_of
 from flax_amp._rewriter.roles import Choice, Chooser, Context
 from flax_amp._rewriter.transform import TracedCall
 from flax_amp.debug._call import Call, Loss
-from flax_amp.debug._record import Recorder, low_share, source_line
+from flax_amp.debug._record import Recorder, low_share, source_text
 from flax_amp.debug._run import is_finite
 from flax_amp.policy import Policy
 
@@ -108,7 +108,7 @@ class _LineChooser(Chooser):
     lines: tuple[str, ...]
 
     def __call__(self, eqn: Eqn, context: Context) -> Choice:
-        if source_line(eqn) in self.lines and kind_of(eqn) is not Kind.STRUCTURED:
+        if source_text(eqn) in self.lines and kind_of(eqn) is not Kind.STRUCTURED:
             stop = self.policy.decide(eqn.primitive, ("amp_stop",))
             context = context._replace(forced=stop)
         return super().__call__(eqn, context)
