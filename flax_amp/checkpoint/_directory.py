@@ -18,6 +18,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
+from flax_amp._training.arguments import check_type
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -26,6 +28,7 @@ except ImportError:  # Windows
 LOCK = ".flax_amp.lock"
 # A scheme, which has two letters or more: `C:/` is a disk.
 _REMOTE = re.compile(r"\w[\w+.-]+:/")
+_EXPECTED = "a path, such as 'run' or pathlib.Path('run')"
 
 
 def finish_saving(manager: Any) -> epath.Path:
@@ -33,11 +36,13 @@ def finish_saving(manager: Any) -> epath.Path:
     if isinstance(manager, ocp.CheckpointManager):
         manager.wait_until_finished()
         manager = manager.directory
-    return directory_of(manager)
+    return directory_of(manager, f"{_EXPECTED}, or a manager")
 
 
-def directory_of(path: Any) -> epath.Path:
+def directory_of(path: Any, expected: str = _EXPECTED) -> epath.Path:
     """Returns an absolute path, or a folder in a bucket, which is listed anew."""
+    told = f"{expected}. Pass the folder of the steps."
+    check_type(path, str | os.PathLike, "checkpoint: the directory", told)
     text = os.fspath(path)
     if _REMOTE.match(text):
         return _in_bucket(text)

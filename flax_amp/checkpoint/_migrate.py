@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from flax_amp import _tree
+from flax_amp._training.arguments import check_type
 from flax_amp._training.scaler import HIGHEST, LOWEST
 from flax_amp.checkpoint import _steps, _trees
 from flax_amp.checkpoint._directory import finish_saving
@@ -68,6 +69,7 @@ def migrate(
       `target` with the arrays of the checkpoint. What stayed is shared with `target`.
 
     Raises:
+      TypeError: if `source`, `target` or `rename` is of a wrong kind.
       ValueError: if something has no counterpart, another shape or a dtype that cannot
         hold its values, or if a name in `rename` is not found.
       FileNotFoundError, CorruptCheckpointError, OSError: as `restore`.
@@ -81,6 +83,13 @@ def migrate(
       >>> int(checkpoint.migrate(old, AmpTrainState.create(**new)).step)
       3
     """
+    check_type(
+        rename,
+        Mapping | None,
+        "checkpoint.migrate: rename",
+        "a dict of names on disk. Pass {old: new} with their names in the target, or "
+        "{name: None} for what is not to be read.",
+    )
     if not _trees.is_nnx(target) and (inside := _tree.nodes(target, nnx.Pytree)):
         raise TypeError(
             f"checkpoint.migrate: the target holds a {type(inside[0]).__name__}; "

@@ -302,6 +302,7 @@ def deleted(state):
 MANAGER, RESTORE, SAVE = checkpoint.manager, checkpoint.restore, checkpoint.save
 TWICE = {"enc.w": jnp.zeros(1), "enc": {"w": jnp.ones(1)}}
 WHOLE = "expected an integer of at least"
+PATH = r"expected a path, such as 'run' or pathlib.Path\('run'\)"
 MESSAGES = [
     (lambda d: MANAGER(d, max_to_keep=0), f"max_to_keep=0; {WHOLE} 1"),
     (lambda d: MANAGER(d, save_interval_steps=0), f"interval_steps=0; {WHOLE} 1"),
@@ -309,7 +310,14 @@ MESSAGES = [
     (lambda d: MANAGER(d, step_prefix="ckpt"), "steps under their plain numbers"),
     (lambda d: MANAGER(d / "run[1]"), "brackets in its path.*Rename the directory"),
     (lambda d: MANAGER(""), "the directory is ''; expected a path"),
-    (lambda d: MANAGER(3), "expected str, bytes or os.PathLike object, not int"),
+    *(
+        (
+            lambda d, x=x: MANAGER(x),
+            f"the directory is {seen}; {PATH}. Pass the folder of the steps",
+        )
+        for x, seen in ((3, r"int32\[\]"), (None, "a NoneType"), (b"run", "a bytes"))
+    ),
+    (lambda d: RESTORE(3, small()), rf"is int32\[\]; {PATH}, or a manager. Pass"),
     (a_link, "link is a file, or a link that leads nowhere"),
     (read_only, "read_only=True; expected a manager that may write"),
     (lambda d: RESTORE(d / "nowhere", small()), "nowhere is not a directory"),

@@ -307,6 +307,10 @@ MESSAGES = [  # source, target, rename, message
         {},
         r"Linear; .*\(model,\)",
     ),
+    *(
+        (ONE, ONE, x, rf"rename is {seen}; expected a dict .* Pass {{old: new}} with")
+        for x, seen in ((["w"], "a list"), ("w", "a str"), (3, r"int32\[\]"))
+    ),
     (TWO, ONE, {"0_": "w", "1_": "w"}, "two arrays have the name params/w"),
     (ONE, ONE, {"head": "x"}, "'head', which is in no path on disk; .*'params/w'"),
     (ONE, ONE, {"para": "x"}, "'para', which is in no path on disk"),
