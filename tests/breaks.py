@@ -179,10 +179,22 @@ _training/core.py
 + return new
 - step=old.step + 1, scaler=scaler, opt_state=opt_state
 + step=old.step + 1, opt_state=opt_state
-- forward = finite & _tree.all_finite(result.loss)
-+ forward = finite
-- opt_state = opt_state._replace(**counted(old.opt_state, finite))
+- forward = _tree.all_finite(output.loss)
++ forward = jnp.array(True)
+- opt_state = opt_state._replace(**counted(old.opt_state, kept))
 + pass
+  training/test_writes.py::test_the_model_is_left_as_plain_nnx_leaves_it
+- left = state.replace(params=_tree.combine(written, state.params))
++ left = state
+  training/test_extra_args.py::test_the_numbers_are_those_of_the_step
+- extra_args=dict(value=output.loss, loss=output.loss, grad_norm=norm),
++ extra_args=dict(value=norm, loss=output.loss, grad_norm=norm),
+  training/test_spikes.py::test_a_spike_changes_nothing_else
+- return finite & ~is_spike, old.replace(opt_state=opt_state)
++ return finite, old.replace(opt_state=opt_state)
+  training/test_spikes.py::test_a_step_that_is_not_finite_is_no_spike
+- opt_state = _tree.select(finite, remembered, old.opt_state)
++ opt_state = remembered
   training/test_finite.py::test_a_step_decides_by_the_squares_of_the_gradients
 - backward = _tree.all_finite((square_norm, result.overwrite))
 + backward = _tree.all_finite(result.grads)
@@ -206,11 +218,62 @@ _training/passes.py
 - return base + mean(new - base)
 + return mean(new)
   training/test_train_step.py::test_accumulation_is_in_float32
-- grads=jax.tree.map(lambda g: g / accum_steps, total),
+- grads=jax.tree.map(lambda g: g / count, total),
 + grads=total,
   training/test_train_step.py::test_statistics_go_through_the_micro_batches
-- return (total, variables), (result.overwrite, result.loss, result.aux)
-+ return (total, carry[1]), (result.overwrite, result.loss, result.aux)
+- variables = _tree.combine(output.variables, variables)
++ pass
+  training/test_writes.py::test_the_model_is_left_as_plain_nnx_leaves_it
+- params = _tree.combine(output.written, params)
++ pass
+- written=_tree.map_or_none(average_variable, output.written, params),
++ written=output.written,
+  training/test_averaging.py::test_the_average_is_that_of_the_whole_batch
+- return jax.tree.map(lambda x: jnp.where(weight != 0, weight * x, 0), tree)
++ return jax.tree.map(lambda x: weight * x, tree)
+- sums = jax.lax.psum(_weigh(tree, weight), axis_name)
++ sums = jax.lax.psum(tree, axis_name)
+- weight = None if weights is None else weights.sum()
++ weight = None if weights is None else weights.mean()
+  training/test_averaging.py::test_a_guarded_loss_without_weight
+- loss = jnp.where(output.weight == 0, jnp.nan, output.loss)
++ loss = output.loss
+  training/test_writes.py::test_a_micro_batch_without_weight_writes_nothing
+- return None if new is None else jnp.where(counts, new, old)
++ return new
+
+_training/averaging.py
+  training/test_averaging.py::test_a_weight_has_no_derivative
+- if output.weight is not None and not observer.has_looked:
++ if False:
+  training/test_averaging.py::test_over_devices
+- same_on = self._options.axes if self._options.accum_steps == 1 else ()
++ same_on = ()
+  training/test_writes.py::test_parameters_that_a_call_hands_on_are_not_written
+- return None if number in self._unchanged else x
++ return x
+  training/test_writes.py::test_a_loss_may_swap_parameters
+- if origin is not None and traced.names[origin] == f"{name}{keystr(path)}":
++ if origin is not None:
+
+_training/dependence.py
+  training/test_averaging.py::test_no_other_loss_warns
+- may_be_total = varies and on_parameters is OnParameters.NOT
++ may_be_total = varies
+- if _divides(eqn, operands) and not in_loop:
++ if _divides(eqn, operands):
+- one_is_enough = name in _PRODUCTS or not result.aval.shape
++ one_is_enough = True
+- if name in _SUMS and not result.aval.shape:
++ if name in _SUMS:
+  training/test_averaging.py::test_a_mean_over_a_total_warns_once
+- varies = any(x.varies for x in operands) or name.startswith(_RANDOM)
++ varies = any(x.varies for x in operands)
+- is_power = eqn.primitive.name == "integer_pow"
++ is_power = False
+  training/test_averaging.py::test_a_weight_has_no_derivative
+- if name in _FLAT or not _is_inexact(result):
++ if False:
 
 _training/step_call.py
   training/test_messages.py::test_an_array_in_two_places_is_copied
@@ -283,6 +346,56 @@ optim/_small_state.py
   optim/test_small_state.py::test_the_rounding_matches_the_model
 - return _hash(_hash(index ^ (key * factor)) + key)
 + return _hash(_hash(index ^ key) + key)
+
+optim/_spike_rule.py
+  optim/test_skip_spikes.py::test_the_rule_by_hand
+- jnp.where(is_known & (value > most), most, value)
++ value
+- / (count - 1))
++ / count)
+- jnp.where(seen + 1 < 2 * window, seen + 1, window)
++ jnp.minimum(seen + 1, window)
+  optim/test_skip_spikes.py::test_no_spike_hides_another
+- _MOST_RECORDED = np.float32(6)
++ _MOST_RECORDED = np.float32(8)
+  optim/test_skip_spikes.py::test_a_spike_in_the_warmup_passes_and_hides_no_other
+- is_known = (history.seen >= FEWEST) & (spread > 0)
++ is_known = (history.seen >= 64) & (spread > 0)
+  optim/test_skip_spikes.py::test_constant_losses
+- spread = jnp.maximum(spread, _LEAST_SPREAD * jnp.abs(mean))
++ pass
+  optim/test_skip_spikes.py::test_zeros_tell_no_size
+- is_known = (history.seen >= FEWEST) & (spread > 0)
++ is_known = history.seen >= FEWEST
+  optim/test_skip_spikes.py::test_what_is_not_finite_is_not_recorded
+- _tree.select(is_finite, _with_value(history, recorded), history)
++ _with_value(history, recorded)
+
+optim/_skip_spikes.py
+  optim/test_skip_spikes.py::test_a_new_level_becomes_normal
+- is_new_level = state.spikes_in_a_row >= self.window // 2
++ is_new_level = jnp.array(False)
+  optim/test_skip_spikes.py::test_a_spike_changes_no_bit
+- inner_state = _tree.select(is_spike, state.inner_state, inner_state)
++ pass
+  optim/test_skip_spikes.py::test_micro_steps_with_a_spike_are_dropped_together
+- return old._replace(**chosen, inner_opt_state=keep_counts(*inside))
++ return old._replace(inner_opt_state=keep_counts(*inside))
+  optim/test_skip_spikes.py::test_another_guard_drops_no_micro_steps
+- name: _tree.select(is_spike, getattr(new, name), getattr(old, name))
++ name: getattr(new, name)
+  optim/test_skip_spikes.py::test_wherever_it_stands
+- yield from _spike_states(state.inner_state)
++ pass
+  optim/test_skip_spikes.py::test_a_step_donates_and_is_traced_once
+- inner_state=jax.tree.map(_tree.strong_copy, self.inner.init(params)),
++ inner_state=self.inner.init(params),
+  optim/test_skip_spikes.py::test_what_is_judged
+- loss = extra.get("value")
++ pass
+  optim/test_skip_spikes.py::test_gradients_whose_squares_overflow_are_a_spike
+- [_tree.widen(x) for x in leaves]
++ leaves
 
 metrics/_collection.py
   metrics/test_step_metrics.py::test_a_window_is_what_its_steps_reported

@@ -25,6 +25,7 @@ from flax_amp._training.dependence import (
     Analysis,
     Dependence,
     OnParameters,
+    takes_operands,
 )
 from flax_amp._training.loss import LossOutput, in_precision, pure_loss
 from flax_amp._training.train_state import AmpTrainState
@@ -152,7 +153,7 @@ def _origins(closed: Jaxpr) -> list[int | None]:
         return None if isinstance(atom, Literal) else known.get(atom)
 
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name not in CALLS:
+        if eqn.primitive.name not in CALLS or not takes_operands(eqn):
             continue
         for v, number in zip(eqn.outvars, _origins(bodies(eqn)[0]), strict=True):
             before = None if number is None else origin(eqn.invars[number])

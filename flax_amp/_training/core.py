@@ -22,7 +22,7 @@ from flax_amp._training.arguments import (
     differences,
 )
 from flax_amp._training.averaging import observed_loss
-from flax_amp._training.loss import fold_in, merge_metrics
+from flax_amp._training.loss import LossOutput, fold_in, merge_metrics
 from flax_amp._training.optimizer import (
     collect_hyperparams,
     counted,
@@ -36,6 +36,7 @@ from flax_amp._training.passes import (
 )
 from flax_amp._training.scaler import Scaler, check_scaler, update_scaler
 from flax_amp._training.train_state import StateT
+from flax_amp.optim._skip_spikes import keep_counts, spiked, spikes_total
 from flax_amp.optim._small_state import rounds_parameters
 
 
@@ -71,21 +72,9 @@ def run_step(
 
     scaler = check_scaler(state.scaler, "train_step: the scaler")
     scaler, judged = run_with_retries(run, scaler, options.redo_on_nan)
-    output = judged.result.output
+    output, norm = judged.result.output, jnp.sqrt(judged.square_norm)
     grads = complete_grads(judged.result, params)
-    variables = _tree.combine(output.variables, state.variables)
-    norm = jnp.sqrt(judged.square_norm)
-    # The optimizer updates what the loss has left of the parameters.
-    written = cast_like(output.written, state.params)
-    left = state.replace(params=_tree.combine(written, state.params))
-    # A subclass may have its own `apply_gradients`, as for an average of parameters.
-    with naming_missing_arguments(options.caller):
-        new = left.apply_gradients(
-            grads=grads,
-            variables=variables,
-            finite=True,
-            extra_args=dict(value=output.loss, loss=output.loss, grad_norm=norm),
-        )
+    new = _update(options, state, output, grads, norm)
     measured: Metrics = {}
     if options.metrics_fn is not None:
         after = jax.tree.map(_tree.float32_if_bfloat16, new.params)
@@ -93,17 +82,35 @@ def run_step(
         measured = options.metrics_fn(state, grads, updates)
         seen = f"{options.caller}: the result of metrics_fn"
         check_type(measured, Mapping, seen, "a dict of metrics by name.")
-    finite = judged.forward & judged.backward
-    new, own = _advance(_select(options, finite, new, state), state, finite, scaler)
+    is_finite = judged.forward & judged.backward
+    kept, unchanged = _without_spike(is_finite, new, state)
+    selected = _select(options, kept, new, unchanged)
+    new, own = _advance(selected, state, kept, scaler)
     own |= dict(
         loss=output.loss,
-        grads_finite=finite,
+        grads_finite=kept,
         scaler=scaler["scaler"],
         grad_norm=norm,
     )
     if output.weight is not None:
         own["weight"] = output.weight
     return new, merge_metrics(own, measured, output.aux)
+
+
+def _update(
+    options: Options, state: StateT, output: LossOutput, grads: PyTree, norm: Array
+) -> StateT:
+    """Returns the state after an update of what the loss has left of it."""
+    written = cast_like(output.written, state.params)
+    left = state.replace(params=_tree.combine(written, state.params))
+    # A subclass may have its own `apply_gradients`, as for an average of parameters.
+    with naming_missing_arguments(options.caller):
+        return left.apply_gradients(
+            grads=grads,
+            variables=_tree.combine(output.variables, state.variables),
+            finite=True,
+            extra_args=dict(value=output.loss, loss=output.loss, grad_norm=norm),
+        )
 
 
 def judge(result: PassResult, params: PyTree, variables: PyTree) -> Judged:
@@ -151,7 +158,7 @@ def run_with_retries(
     return scaler, _tree.combine(arrays, static)
 
 
-def _select(options: Options, finite: Array, new: PyTree, old: PyTree) -> PyTree:
+def _select(options: Options, kept: Array, new: PyTree, old: PyTree) -> PyTree:
     """Returns the new state, or all of the old one, bit for bit.
 
     A select, not a `lax.cond` around the update: one rule holds for every leaf, keys
@@ -164,7 +171,7 @@ def _select(options: Options, finite: Array, new: PyTree, old: PyTree) -> PyTree
             return old
         # With another type than before, the next step would be traced again.
         is_weak = getattr(jax.typeof(old), "weak_type", False)
-        return with_weak_type(jnp.where(finite, new, old), is_weak)
+        return with_weak_type(jnp.where(kept, new, old), is_weak)
 
     if changed := differences(old, new, jnp.shape):
         raise ValueError(
@@ -174,15 +181,30 @@ def _select(options: Options, finite: Array, new: PyTree, old: PyTree) -> PyTree
     return jax.tree.map(select, new, old)
 
 
+def _without_spike(finite: Array, new: StateT, old: StateT) -> tuple[Array, StateT]:
+    """Returns whether the new state counts, and the state that does otherwise.
+
+    That is the old one. Only `skip_spikes` remembers a finite step that it skipped.
+    """
+    is_spike = spiked(old.opt_state, new.opt_state)
+    if is_spike is None:
+        return finite, old
+    remembered = keep_counts(old.opt_state, new.opt_state)
+    opt_state = _tree.select(finite, remembered, old.opt_state)
+    return finite & ~is_spike, old.replace(opt_state=opt_state)
+
+
 def _advance(
-    new: StateT, old: StateT, finite: Array, scaler: Scaler
+    new: StateT, old: StateT, kept: Array, scaler: Scaler
 ) -> tuple[StateT, Metrics]:
     """Lets the counters advance, skipped or not; returns what the optimizer reports."""
     opt_state, reported = new.opt_state, {}
     if isinstance(opt_state, optax.ApplyIfFiniteState):
-        opt_state = opt_state._replace(**counted(old.opt_state, finite))
+        opt_state = opt_state._replace(**counted(old.opt_state, kept))
         reported["skipped_total"] = opt_state.total_notfinite
     new = new.replace(step=old.step + 1, scaler=scaler, opt_state=opt_state)
+    if (total := spikes_total(opt_state)) is not None:
+        reported["spikes_total"] = total
     values = collect_hyperparams(opt_state).items()
     return new, reported | {
         f"hyperparams/{name}": x for name, x in values if not x.shape

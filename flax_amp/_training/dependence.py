@@ -131,8 +131,7 @@ class Analysis:
             return [x or CONSTANT for x in found]
 
         for eqn in jaxpr.eqns:
-            line = source_line(eqn) or call
-            outs = self._equation(eqn, read(eqn.invars), line, in_loop)
+            outs = self._equation(eqn, read(eqn.invars), call, in_loop)
             env |= zip(eqn.outvars, outs, strict=True)
         return read(jaxpr.outvars)
 
@@ -140,28 +139,27 @@ class Analysis:
         self,
         eqn: Eqn,
         operands: Sequence[Dependence],
-        line: SourceLine | None,
+        call: SourceLine | None,
         in_loop: bool,
     ) -> list[Dependence]:
         name = eqn.primitive.name
         if name == "cond":
-            return self._cond(eqn, operands, line, in_loop)
+            return self._cond(eqn, operands, source_line(eqn) or call, in_loop)
         if name == "scan":
-            return self._scan(eqn, operands, line)
+            return self._scan(eqn, operands)
         if name == "while":
-            return self._while(eqn, operands, line)
-        if name in CALLS:
-            body = bodies(eqn)[0]
-            if len(_compat.open_jaxpr(body)[0].invars) == len(operands):
-                return self.results(body, operands, line, in_loop)
-        return [self._result(eqn, v, operands, line, in_loop) for v in eqn.outvars]
+            return self._while(eqn, operands)
+        if name in CALLS and takes_operands(eqn):
+            line = source_line(eqn) or call
+            return self.results(bodies(eqn)[0], operands, line, in_loop)
+        return [self._result(eqn, v, operands, call, in_loop) for v in eqn.outvars]
 
     def _result(
         self,
         eqn: Eqn,
         result: Atom,
         operands: Sequence[Dependence],
-        line: SourceLine | None,
+        call: SourceLine | None,
         in_loop: bool,
     ) -> Dependence:
         """Returns the dependence of a result of an equation without bodies."""
@@ -172,12 +170,12 @@ class Analysis:
             on_parameters = min(on_parameters, OnParameters.BY_VALUE)
         varies = any(x.varies for x in operands) or name.startswith(_RANDOM)
         if name in _OVER_DEVICES and self._same_on:
-            varies &= not self._same_on.issubset(eqn.params["axes"])
+            varies &= not self._same_on.issubset(eqn.params.get("axes", ()))
         may_be_total = varies and on_parameters is OnParameters.NOT
         is_total = may_be_total and _is_total(eqn, result, operands)
         division = _inherited_division(eqn, result, operands)
         if _divides(eqn, operands) and not in_loop:
-            division = line or SourceLine("", 0)
+            division = source_line(eqn) or call or SourceLine("", 0)
         return Dependence(on_parameters, varies, is_total, division)
 
     # --- branches and loops ----------------------------------------------------------
@@ -206,31 +204,32 @@ class Analysis:
             for x in joined
         ]
 
-    def _scan(
-        self, eqn: Eqn, operands: Sequence[Dependence], line: SourceLine | None
-    ) -> list[Dependence]:
+    def _scan(self, eqn: Eqn, operands: Sequence[Dependence]) -> list[Dependence]:
         counts = _compat.scan_counts(eqn)
         consts, init, xs = split_list(operands, *counts)
         body = eqn.params["jaxpr"]
 
         def step(carry: Sequence[Dependence]) -> list[Dependence]:
-            return self.results(body, [*consts, *carry, *xs], line, in_loop=True)
+            return self.results(body, [*consts, *carry, *xs], in_loop=True)
 
         carry = _fixed_point(lambda x: step(x)[: counts[1]], init)
         ys = [_of_iterations(y) for y in step(carry)[counts[1] :]]
         return [*carry, *ys]
 
-    def _while(
-        self, eqn: Eqn, operands: Sequence[Dependence], line: SourceLine | None
-    ) -> list[Dependence]:
+    def _while(self, eqn: Eqn, operands: Sequence[Dependence]) -> list[Dependence]:
         sizes = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         _, consts, init = split_list(operands, *sizes)
         body = eqn.params["body_jaxpr"]
 
         def step(carry: Sequence[Dependence]) -> list[Dependence]:
-            return self.results(body, [*consts, *carry], line, in_loop=True)
+            return self.results(body, [*consts, *carry], in_loop=True)
 
         return _fixed_point(step, init)
+
+
+def takes_operands(eqn: Eqn) -> bool:
+    """Whether the inputs of a body are the operands of its call, one by one."""
+    return len(_compat.open_jaxpr(bodies(eqn)[0])[0].invars) == len(eqn.invars)
 
 
 def _fixed_point(step: Any, init: Sequence[Dependence]) -> list[Dependence]:
@@ -273,6 +272,8 @@ def _is_total(eqn: Eqn, result: Atom, operands: Sequence[Dependence]) -> bool:
     name = eqn.primitive.name
     if name in _SUMS and not result.aval.shape:
         return True
+    if not operands:  # such as the result of a random number generator
+        return False
     first, *others = operands
     if name == "mul":
         return any(x.is_total for x in operands) and any(

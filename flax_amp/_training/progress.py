@@ -15,6 +15,7 @@ from flax_amp._training.scaler import LOWEST
 from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.optim._optimizer import pure
+from flax_amp.optim._skip_spikes import spikes_in_a_row
 
 
 class StuckError(RuntimeError):
@@ -101,6 +102,8 @@ def _read(state: Any) -> tuple[dict[str, Any], str, PyTree]:
         "in_a_row": skips.notfinite_count,
         "total": skips.total_notfinite,
     }
+    if (spikes := spikes_in_a_row(skips)) is not None:
+        numbers["spikes"] = spikes
     return numbers, call, params
 
 
@@ -109,6 +112,9 @@ def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, int]:
     loss, norm = numbers.get("loss"), numbers.get("grad_norm", np.nan)
     may_fall = numbers.get("adjust_factor", 1) > 1 and numbers["scaler"] > LOWEST
     limit = _MAX_SKIPS_IN_SEARCH if may_fall else _MAX_SKIPS
+    if numbers.get("spikes"):
+        text = "The loss, or the norm of the gradients, is finite and far above the "
+        return f"{text}recent ones: flax_amp.optim.skip_spikes skips it.", _MAX_SKIPS
     if loss is None:
         return "Pass the metrics of the step to learn what is not finite.", limit
     # In the order of the step: the gradients of a loss that is not finite are not

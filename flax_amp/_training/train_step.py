@@ -122,6 +122,8 @@ def make_train_step(
       - `scaler`: the scale of the next step.
       - `grad_norm`: the norm of the unscaled gradients, before any clipping.
       - `skipped_total`: the number of skipped steps.
+      - `spikes_total`: the number of steps that `optim.skip_spikes` skipped, if it is
+        part of the optimizer.
       - `weight`: float32, the sum of the weights, if the loss returns one.
       - `hyperparams/learning_rate` and so on, if `tx` is of `flax_amp.optim` or of
         `optax.inject_hyperparams`: the values that the last update used.

@@ -19,7 +19,7 @@ except ImportError as error:
 
 _NAMES = {"scaler": "scale", "hyperparams/learning_rate": "learning_rate"}
 # Of these the last value counts, that of a skipped step too.
-_LAST = ("scale", "learning_rate", "skipped_total")
+_LAST = ("scale", "learning_rate", "skipped_total", "spikes_total")
 
 
 @flax.struct.dataclass
@@ -30,7 +30,8 @@ class StepMetrics(clu_metrics.Collection):
 
     - `loss`, `grad_norm` and every other real scalar, `aux` included: the mean over
       finite steps; NaN if all were skipped.
-    - `scale`, `learning_rate`, `skipped_total`, `hyperparams/...`: the last value.
+    - `scale`, `learning_rate`, `skipped_total`, `spikes_total`, `hyperparams/...`: the
+      last value.
     - `skip_rate`: the share of skipped steps.
     - metrics and collections of clu in `aux`, merged over finite steps. The names of a
       collection are preceded by its own: `eval/accuracy`.

@@ -15,6 +15,7 @@ import optax.contrib
 
 from flax_amp.optim._optimizer import Optimizer as Optimizer
 from flax_amp.optim._optimizer import Schedule as Schedule
+from flax_amp.optim._skip_spikes import skip_spikes as skip_spikes
 from flax_amp.optim._small_state import small_state as small_state
 
 _KINDS = {
@@ -86,7 +87,8 @@ def _named(name: str) -> Any:
 
 def __dir__() -> list[str]:
     names = {x for x in {*vars(optax), *vars(optax.contrib)} if _find(x)[1]}
-    return sorted({"Optimizer", "Schedule", "schedule", "small_state", "wrap", *names})
+    own = {"Optimizer", "Schedule", "schedule", "skip_spikes", "small_state", "wrap"}
+    return sorted(own | names)
 
 
 # The names of the installed optax are found when they are used. Type checkers know

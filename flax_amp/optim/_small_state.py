@@ -41,7 +41,8 @@ Tx = TypeVar("Tx", bound=Any)
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 # Fields of the states of optax in which gradients add up. They have to be exact.
 _SUMS = ("acc_grads", "grad_acc")
-# What may be around an optimizer and changes no update: the field of the state inside.
+# What may be around an optimizer and changes no update, except to zeros: the field of
+# the state inside.
 _AROUND = dict.fromkeys(
     (optax.ApplyIfFiniteState, SpikeState, *INJECTED), "inner_state"
 )

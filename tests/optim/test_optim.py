@@ -323,7 +323,7 @@ def test_type_checkers_know_the_names():
         for kind in ast.walk(listed)
         if isinstance(kind, ast.Assign) and isinstance(kind.value, ast.Name)
     }
-    own = {"Optimizer", "Schedule", "schedule", "small_state", "wrap"}
+    own = {"Optimizer", "Schedule", "schedule", "skip_spikes", "small_state", "wrap"}
     made = {name: optim._find(name)[1] for name in {*dir(optim)} - own}
     if version("optax") == "0.2.8":
         for kind, of in (("_optimizers", "Optimizer"), ("_schedules", "Schedule")):
