@@ -148,6 +148,15 @@ def first_foreign(tree: PyTree, name: str) -> str:
     return ""
 
 
+def check_leaves(tree: PyTree, caller: str, name: str) -> None:
+    """Raises a TypeError unless all leaves are what a compiled step can return."""
+    if foreign := first_foreign(tree, name):
+        raise TypeError(
+            f"{caller}: {foreign}; expected arrays and numbers: a compiled step "
+            "returns nothing else. Leave it out."
+        )
+
+
 # Values in messages
 
 

@@ -16,6 +16,7 @@ from flax_amp._compat import with_weak_type
 from flax_amp._training import Array, Metrics, PyTree
 from flax_amp._training.arguments import (
     Options,
+    check_leaves,
     check_params,
     check_type,
     describe,
@@ -82,6 +83,7 @@ def run_step(
         measured = options.metrics_fn(state, grads, updates)
         seen = f"{options.caller}: the result of metrics_fn"
         check_type(measured, Mapping, seen, "a dict of metrics by name.")
+        check_leaves(measured, options.caller, "metrics_fn")
     is_finite = judged.forward & judged.backward
     kept, unchanged = _without_spike(is_finite, new, state)
     selected = _select(options, kept, new, unchanged)

@@ -62,7 +62,10 @@ EXAMPLE = Dependence(varies=True)
 CALLS = frozenset(
     "jit remat2 closed_call eval_jaxpr custom_jvp_call custom_vjp_call".split()
 )
+# So does this one, on each device with a part of the operands.
+_CALLS_ON_PARTS = CALLS | {"shard_map"}
 _FLAT = frozenset("stop_gradient sign floor ceil round argmax argmin".split())
+_COMPARES = frozenset("eq ne".split())
 _SUMS = frozenset("reduce_sum dot_general".split())
 # What gives a total for totals and constants, beside what changes the layout.
 _KEEPS_TOTAL = frozenset(
@@ -104,17 +107,16 @@ class Analysis:
         closed: Jaxpr,
         operands: Sequence[Dependence],
         call: SourceLine | None = None,
-        in_loop: bool = False,
     ) -> list[Dependence]:
         """Returns the dependences of the results of a jaxpr.
 
         `call` is the line of the call around it: functions of JAX have none.
         """
         jaxpr, _ = _compat.open_jaxpr(closed)
-        key = id(jaxpr), tuple(operands), call, in_loop
+        key = id(jaxpr), tuple(operands), call
         if key not in self._known:
             self._held.append(jaxpr)
-            self._known[key] = self._run(jaxpr, operands, call, in_loop)
+            self._known[key] = self._run(jaxpr, operands, call)
         return self._known[key]
 
     def _run(
@@ -122,7 +124,6 @@ class Analysis:
         jaxpr: Jaxpr,
         operands: Sequence[Dependence],
         call: SourceLine | None,
-        in_loop: bool,
     ) -> list[Dependence]:
         env: dict[Any, Dependence] = dict(zip(jaxpr.invars, operands, strict=True))
 
@@ -131,7 +132,7 @@ class Analysis:
             return [x or CONSTANT for x in found]
 
         for eqn in jaxpr.eqns:
-            outs = self._equation(eqn, read(eqn.invars), call, in_loop)
+            outs = self._equation(eqn, read(eqn.invars), call)
             env |= zip(eqn.outvars, outs, strict=True)
         return read(jaxpr.outvars)
 
@@ -140,19 +141,18 @@ class Analysis:
         eqn: Eqn,
         operands: Sequence[Dependence],
         call: SourceLine | None,
-        in_loop: bool,
     ) -> list[Dependence]:
         name = eqn.primitive.name
         if name == "cond":
-            return self._cond(eqn, operands, source_line(eqn) or call, in_loop)
+            return self._cond(eqn, operands, source_line(eqn) or call)
         if name == "scan":
             return self._scan(eqn, operands)
         if name == "while":
             return self._while(eqn, operands)
-        if name in CALLS and takes_operands(eqn):
+        if name in _CALLS_ON_PARTS and takes_operands(eqn):
             line = source_line(eqn) or call
-            return self.results(bodies(eqn)[0], operands, line, in_loop)
-        return [self._result(eqn, v, operands, call, in_loop) for v in eqn.outvars]
+            return self.results(bodies(eqn)[0], operands, line)
+        return [self._result(eqn, v, operands, call) for v in eqn.outvars]
 
     def _result(
         self,
@@ -160,13 +160,15 @@ class Analysis:
         result: Atom,
         operands: Sequence[Dependence],
         call: SourceLine | None,
-        in_loop: bool,
     ) -> Dependence:
         """Returns the dependence of a result of an equation without bodies."""
         name = eqn.primitive.name
         ways = [x.on_parameters for x in operands]
         on_parameters = max(ways, default=OnParameters.NOT)
-        if name in _FLAT or not _is_inexact(result):
+        if name in _COMPARES and _is_one(eqn.invars):
+            # `x != x` asks for NaNs, as `jnp.nanmean` does.
+            on_parameters = OnParameters.NOT
+        elif name in _FLAT or not _is_inexact(result):
             on_parameters = min(on_parameters, OnParameters.BY_VALUE)
         varies = any(x.varies for x in operands) or name.startswith(_RANDOM)
         if name in _OVER_DEVICES and self._same_on:
@@ -174,7 +176,7 @@ class Analysis:
         may_be_total = varies and on_parameters is OnParameters.NOT
         is_total = may_be_total and _is_total(eqn, result, operands)
         division = _inherited_division(eqn, result, operands)
-        if _divides(eqn, operands) and not in_loop:
+        if _divides(eqn, operands):
             division = source_line(eqn) or call or SourceLine("", 0)
         return Dependence(on_parameters, varies, is_total, division)
 
@@ -185,13 +187,9 @@ class Analysis:
         eqn: Eqn,
         operands: Sequence[Dependence],
         line: SourceLine | None,
-        in_loop: bool,
     ) -> list[Dependence]:
         index, *rest = operands
-        found = [
-            self.results(branch, rest, line, in_loop)
-            for branch in eqn.params["branches"]
-        ]
+        found = [self.results(branch, rest, line) for branch in eqn.params["branches"]]
         by_index = Dependence(
             min(index.on_parameters, OnParameters.BY_VALUE), index.varies
         )
@@ -210,7 +208,7 @@ class Analysis:
         body = eqn.params["jaxpr"]
 
         def step(carry: Sequence[Dependence]) -> list[Dependence]:
-            return self.results(body, [*consts, *carry, *xs], in_loop=True)
+            return self.results(body, [*consts, *carry, *xs])
 
         carry = _fixed_point(lambda x: step(x)[: counts[1]], init)
         ys = [_of_iterations(y) for y in step(carry)[counts[1] :]]
@@ -222,7 +220,7 @@ class Analysis:
         body = eqn.params["body_jaxpr"]
 
         def step(carry: Sequence[Dependence]) -> list[Dependence]:
-            return self.results(body, [*consts, *carry], in_loop=True)
+            return self.results(body, [*consts, *carry])
 
         return _fixed_point(step, init)
 
@@ -261,6 +259,11 @@ def _join(x: Dependence, y: Dependence) -> Dependence:
         and (x.is_total or y.is_total),
         x.division or y.division,
     )
+
+
+def _is_one(atoms: Sequence[Atom]) -> bool:
+    """Whether all operands are one variable."""
+    return len({*_compat.variables(atoms)}) == 1 < len(atoms)
 
 
 def _is_inexact(v: Atom) -> bool:

@@ -19,10 +19,10 @@ from flax_amp._rewriter.transform import (
 from flax_amp._training import Array, Metrics, PyTree, UserFn
 from flax_amp._training.arguments import (
     Options,
+    check_leaves,
     declared_keywords,
     describe,
     differences,
-    first_foreign,
 )
 from flax_amp._training.train_state import AmpTrainState, split_model
 from flax_amp.policy import Policy, read_options
@@ -54,12 +54,8 @@ def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
         loss, aux = split_aux(out, options.has_aux, name)
         is_named = isinstance(aux, Mapping) and all(isinstance(key, str) for key in aux)
         metrics = dict(aux) if is_named else {"aux": aux} if options.has_aux else {}
-        if foreign := first_foreign(aux, "aux"):
-            raise TypeError(
-                f"{name}: {foreign}; expected arrays and numbers: a compiled step "
-                "returns nothing else. Leave it out."
-            )
         weight = _pop_weight(metrics, name) if is_named else None
+        check_leaves(metrics, name, "aux")
         if state.graphdef is not None:
             # By path, not by type: `wrt` may have selected any kind of variable.
             trained = nnx.traversals.flatten_mapping(params)

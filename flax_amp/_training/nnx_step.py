@@ -26,7 +26,7 @@ from flax_amp._training.passes import put_back, take_out
 from flax_amp._training.scaler import Scaler, check_scaled, no_scaler
 from flax_amp._training.step_call import copy_aliases, naming_arrays
 from flax_amp._training.train_state import AmpTrainState, bare_state, split_model
-from flax_amp.optim._extra_args import taken_by
+from flax_amp.optim._extra_args import taken_by, without_refused
 from flax_amp.optim._optimizer import pure
 from flax_amp.policy import PolicyEntries, Precision
 
@@ -183,17 +183,23 @@ class _ObjectsState(AmpTrainState):
         extra_args: Mapping[str, Any],
     ) -> Self:
         """Returns the state after an update of copies of the objects."""
-        new = nnx.clone(self.objects)
-        # The loss may have written parameters, too.
-        nnx.update(new.modules, self.params, variables)
-        optimizer, grads = new.optimizer, _as_nnx(new, grads)
+
+        def updated(**extra: Any) -> nnx.Dict:
+            new = nnx.clone(self.objects)
+            # The loss may have written parameters, too.
+            nnx.update(new.modules, self.params, variables)
+            if "grad" in extra:
+                extra["grad"] = _as_nnx(new, grads)
+            new.optimizer.update(new.modules.model, _as_nnx(new, grads), **extra)
+            return new
+
+        optimizer = self.objects.optimizer
         extra = taken_by(optimizer.tx.update, {"grad": grads, **extra_args})
         if isinstance(optimizer, AmpOptimizer):
             extra["finite"] = finite
         # A subclass may have an `update` that takes none.
         extra = taken_by(optimizer.update, extra)
-        optimizer.update(new.modules.model, grads, **extra)
-        return self.replace(**_fields_of(new))
+        return self.replace(**_fields_of(without_refused(updated, extra)))
 
     def write_back(self) -> None:
         """Writes the arrays into the objects."""

@@ -20,7 +20,12 @@ from flax_amp._training.arguments import check_selection, describe
 from flax_amp._training.scaler import check_scaler, first_scaler
 from flax_amp.optim import _small_state as small
 from flax_amp.optim._extra_args import taking_any
-from flax_amp.optim._optimizer import Optimizer, pure, update_state
+from flax_amp.optim._optimizer import (
+    Optimizer,
+    check_optimizer,
+    pure,
+    update_state,
+)
 from flax_amp.policy import Precision, long_word
 
 
@@ -198,6 +203,7 @@ class AmpOptimizer(nnx.Optimizer):
         scaler: Mapping[str, Any] | None = None,
     ):
         """Makes the optimizer of a new run; see `AmpTrainState.create`."""
+        check_optimizer(tx, "AmpOptimizer")
         self.precision = precision
         params = nnx.as_pure(nnx.state(model, wrt))
         check_selection(params, wrt, "AmpOptimizer")

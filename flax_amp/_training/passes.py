@@ -84,7 +84,8 @@ def run_passes(
     output = result.output
     if output.weight is not None:
         # The mean of nothing is not a number, and so the step is skipped.
-        loss = jnp.where(output.weight == 0, jnp.nan, output.loss)
+        is_mean = (output.weight > 0) & (output.weight < jnp.inf)
+        loss = jnp.where(is_mean, output.loss, jnp.nan)
         result = result._replace(output=output._replace(loss=loss))
     return result
 

@@ -20,7 +20,8 @@ from flax_amp._training.optimizer import (
     store_in_half,
 )
 from flax_amp._training.scaler import Scaler, first_scaler
-from flax_amp.optim._extra_args import taken_by
+from flax_amp.optim._extra_args import taking_any
+from flax_amp.optim._optimizer import check_optimizer
 from flax_amp.policy import Precision, long_word
 
 # The user's subclass of the state, which functions return as they got it.
@@ -107,6 +108,7 @@ class AmpTrainState(train_state.TrainState):
           'bf16-mixed'
         """
         name = f"{cls.__name__}.create"
+        check_optimizer(tx, name)
         precision = long_word(precision, f"{name}: precision")
         check_type(rngs, Mapping | None, f"{name}: rngs", "a dict: {'dropout': key}.")
         graphdef = None
@@ -176,8 +178,8 @@ class AmpTrainState(train_state.TrainState):
 
         def update(grads: PyTree, *state_and_params: PyTree) -> tuple[PyTree, PyTree]:
             extra = {} if extra_args is None else {"grad": grads, **extra_args}
-            extra = given | taken_by(tx.update, extra)
-            out: tuple[PyTree, PyTree] = tx.update(grads, *state_and_params, **extra)
+            found = taking_any(tx).update(grads, *state_and_params, **given, **extra)
+            out: tuple[PyTree, PyTree] = found
             return out
 
         now = self.replace(tx=optax.GradientTransformationExtraArgs(tx.init, update))

@@ -1,14 +1,17 @@
 """Extra arguments: what an optimizer reads beside gradients, state and parameters."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import optax
 
+T = TypeVar("T")
+
 
 def taken_by(update: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those extra arguments that the `update` of an optimizer takes."""
+    """Returns those extra arguments that the `update` of an optimizer declares."""
     try:
         parameters = inspect.signature(update).parameters.values()
     except (TypeError, ValueError):  # a function without a signature
@@ -18,16 +21,35 @@ def taken_by(update: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, 
     return {p.name: given[p.name] for p in parameters if p.name in given}
 
 
+def without_refused(call: Callable[..., T], given: Mapping[str, Any]) -> T:
+    """Calls a function with extra arguments, and again without one that it refuses.
+
+    A chain declares any argument, and hands it to optimizers that may take none:
+    `optax.contrib.sam` is a `GradientTransformationExtraArgs`, and its `update` has no
+    keywords. Only the call tells.
+    """
+    left = dict(given)
+    while True:
+        try:
+            return call(**left)
+        except TypeError as error:
+            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if refused is None or refused[1] not in left:
+                raise
+            del left[refused[1]]
+
+
 def taking_any(tx: Any) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that takes any extra argument, and ignores those unknown.
 
-    `optax.with_extra_args_support` does it for a `GradientTransformation`. This also
-    takes `optax.MultiSteps`, which is none, and hands extra arguments on.
+    `optax.with_extra_args_support` does it for a `GradientTransformation`, if that says
+    the truth about itself. `optax.MultiSteps`, which is none, also gets its arguments.
     """
-    if isinstance(tx, optax.GradientTransformationExtraArgs):
-        return tx
 
     def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
-        return tx.update(updates, state, params, **taken_by(tx.update, given))
+        def call(**extra: Any) -> Any:
+            return tx.update(updates, state, params, **extra)
+
+        return without_refused(call, taken_by(tx.update, given))
 
     return optax.GradientTransformationExtraArgs(tx.init, update)

@@ -95,6 +95,26 @@ def mean_where(p, b):
 
 
 @quotient
+def nanmean(p, b):
+    return jnp.nanmean(jnp.where(b["mask"] > 0, cross_entropy(p, b), jnp.nan))
+
+
+@quotient
+def over_a_mesh(p, b):
+    """The sums of parts of the batch on two devices, inside of the loss."""
+
+    def sums(losses, mask):
+        return jax.lax.psum(((losses * mask).sum(), mask.sum()), "pair")
+
+    devices, auto = jax.devices()[:2], (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("pair",), devices=devices, axis_types=auto)
+    spec = jax.sharding.PartitionSpec("pair")
+    options = dict(mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec())
+    total, count = jax.shard_map(sums, **options)(cross_entropy(p, b), b["mask"])
+    return total / count
+
+
+@quotient
 def average(p, b):
     return jnp.average(cross_entropy(p, b), weights=b["mask"])
 

@@ -52,7 +52,8 @@ def test_a_mean_over_a_total_warns_once(name):
     """The warning has the line of the division."""
     (warning,) = warnings_of(QUOTIENTS[name], accum_steps=2)
     assert warning.filename == _losses.__file__
-    parts = {"mean_where": "jnp.mean", "average": "jnp.average", "power": "**"}
+    parts = dict(mean_where="jnp.mean", average="jnp.average", power="**")
+    parts["nanmean"] = "jnp.nanmean"
     source = _losses.mask if name == "in_a_checkpoint" else QUOTIENTS[name]
     assert warning.lineno in line_of(source, parts.get(name, "/"))
     text = str(warning.message)
@@ -313,6 +314,18 @@ def test_a_guarded_loss_without_weight(accum_steps):
     new, metrics = step(state, make_rows(most=0))
     assert not metrics["grads_finite"] and np.isnan(metrics["loss"])
     assert not changed(state.params, new.params)
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, -1.0])
+@pytest.mark.parametrize("accum_steps", [1, 4])
+def test_a_weight_that_is_no_number_of_tokens(weight, accum_steps):
+    def loss_fn(params, batch):
+        return _losses.mean(params, batch), {"weight": weight}
+
+    state = AmpTrainState.create(params=PARAMS, tx=optax.sgd(0.1))
+    step = make_train_step(loss_fn, has_aux=True, accum_steps=accum_steps, donate=False)
+    _, metrics = step(state, BATCH)
+    assert not metrics["grads_finite"]
 
 
 def test_a_part_with_weight_that_is_not_finite_skips_the_step():

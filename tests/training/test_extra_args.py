@@ -83,8 +83,15 @@ OPTIMIZERS = {
     ),
     "watching": lambda: optax.chain(watching(), optax.sgd(0.1)),
     "strict": lambda: watching(strict=True),
+    # These take none, whatever they say about themselves.
     "plain": with_value(optax.adam, 0.1),
+    "sam": with_value(contrib.sam, optax.sgd(0.1), optax.sgd(0.05), sync_period=2),
+    "sam in a chain": lambda: optax.chain(
+        optax.clip(100.0),
+        contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2),
+    ),
 }
+TAKE_NONE = ("plain", "sam", "sam in a chain")
 BATCHES = [linear_batch(poisoned=i == 2) for i in range(5)]
 
 
@@ -124,7 +131,7 @@ def by_steps(tx):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_gives_an_optimizer_what_it_takes(name):
     """The run is that of a loop by hand which leaves out the bad batch."""
-    takes = () if name == "plain" else None
+    takes = () if name in TAKE_NONE else None
     expected = by_hand(OPTIMIZERS[name](), takes)
     assert_close(by_steps(OPTIMIZERS[name]()), expected, jnp.float32)
 
@@ -176,6 +183,8 @@ NNX = {
     "plain": (nnx.Optimizer, "watching"),
     "plain, plateau": (nnx.Optimizer, "reduce_on_plateau"),
     "plain, no extra arguments": (nnx.Optimizer, "plain"),
+    "plain, sam": (nnx.Optimizer, "sam in a chain"),
+    "amp, sam": (AmpOptimizer, "sam in a chain"),
     "hands on": (HandsOn, "watching"),
     "takes none": (TakesNone, "plain"),
 }
@@ -184,7 +193,7 @@ NNX = {
 @pytest.mark.parametrize("kind", NNX)
 def test_optimizers_of_nnx(kind):
     make, name = NNX[kind]
-    takes = () if name == "plain" else None
+    takes = () if name in TAKE_NONE else None
     params, state = by_hand(OPTIMIZERS[name](), takes)
     model = Line()
     optimizer = make(model, OPTIMIZERS[name](), wrt=nnx.Param)

@@ -199,6 +199,17 @@ TABLE = {
             opt_state=optax.sgd(0.1).init({"w": X})
         ),
         # near misses
+        "AmpTrainState.create: got 'adam'; .*call it: optax.adam\\(1e-3\\)": created(
+            tx=optax.adam, param_dtype=jnp.bfloat16
+        ),
+        "AmpOptimizer: got 'adam'": later(AmpOptimizer, MODEL, optim.adam),
+        "got 'int'; expected an optimizer": created(tx=3),
+        r"metrics_fn\['n'\] is a str": run(
+            linear_loss, metrics_fn=lambda *_: {"n": "name"}
+        ),
+        "a str as aux\\['weight'\\]; expected a scalar": run(
+            pair({"weight": "n"}), has_aux=True
+        ),
         "is an nnx.ModelAndOptimizer; .*flax_amp.AmpOptimizer\\(model, tx, w": nnx_on(
             MODEL, OLD_KIND
         ),
