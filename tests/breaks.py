@@ -181,7 +181,7 @@ _training/core.py
 + step=old.step + 1, opt_state=opt_state
 - forward = _tree.all_finite(output.loss)
 + forward = jnp.array(True)
-- opt_state = opt_state._replace(**counted(old.opt_state, kept))
+- opt_state = opt_state._replace(**counted(old.opt_state, is_kept))
 + pass
   training/test_writes.py::test_the_model_is_left_as_plain_nnx_leaves_it
 - left = state.replace(params=_tree.combine(written, state.params))
@@ -190,11 +190,11 @@ _training/core.py
 - extra_args=dict(value=output.loss, loss=output.loss, grad_norm=norm),
 + extra_args=dict(value=norm, loss=output.loss, grad_norm=norm),
   training/test_spikes.py::test_a_spike_changes_nothing_else
-- return finite & ~is_spike, old.replace(opt_state=opt_state)
-+ return finite, old.replace(opt_state=opt_state)
+- return is_finite & ~is_spike, old.replace(opt_state=opt_state)
++ return is_finite, old.replace(opt_state=opt_state)
   training/test_spikes.py::test_a_step_that_is_not_finite_is_no_spike
-- opt_state = _tree.select(finite, remembered, old.opt_state)
-+ opt_state = remembered
+- opt_state = _tree.select(is_finite, recorded, old.opt_state)
++ opt_state = recorded
   training/test_finite.py::test_a_step_decides_by_the_squares_of_the_gradients
 - backward = _tree.all_finite((square_norm, result.overwrite))
 + backward = _tree.all_finite(result.grads)
@@ -215,8 +215,8 @@ _training/scaler.py
 
 _training/passes.py
   training/test_sharded.py::test_frozen_parameters_keep_their_bits
-- return base + mean(new - base)
-+ return mean(new)
+- average = base + mean(new - base)
++ average = mean(new)
   training/test_train_step.py::test_accumulation_is_in_float32
 - grads=jax.tree.map(lambda g: g / count, total),
 + grads=total,
@@ -242,7 +242,7 @@ _training/passes.py
 - return None if new is None else jnp.where(counts, new, old)
 + return new
 
-_training/averaging.py
+_training/loss_checks.py
   training/test_averaging.py::test_a_weight_has_no_derivative
 - if output.weight is not None and not observer.has_looked:
 + if False:

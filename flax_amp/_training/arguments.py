@@ -32,10 +32,7 @@ class Options(NamedTuple):
     @property
     def axes(self) -> tuple[Hashable, ...]:
         """The names of the mapped axes over which a step averages."""
-        if self.axis_name is None:
-            return ()
-        names = self.axis_name
-        return names if isinstance(names, tuple) else (names,)
+        return axes_of(self.axis_name)
 
     @property
     def averages(self) -> bool:
@@ -46,6 +43,13 @@ class Options(NamedTuple):
     def loss_name(self) -> str:
         """What messages call the loss."""
         return f"{self.caller}: {getattr(self.loss_fn, '__name__', 'the function')}"
+
+
+def axes_of(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """Returns the names of mapped axes as a tuple."""
+    if axis_name is None:
+        return ()
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
 def check_options(given: Options) -> Options:

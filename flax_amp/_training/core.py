@@ -22,8 +22,8 @@ from flax_amp._training.arguments import (
     describe,
     differences,
 )
-from flax_amp._training.averaging import observed_loss
 from flax_amp._training.loss import LossOutput, fold_in, merge_metrics
+from flax_amp._training.loss_checks import observed_loss
 from flax_amp._training.optimizer import (
     collect_hyperparams,
     counted,
@@ -85,12 +85,13 @@ def run_step(
         check_type(measured, Mapping, seen, "a dict of metrics by name.")
         check_leaves(measured, options.caller, "metrics_fn")
     is_finite = judged.forward & judged.backward
-    kept, unchanged = _without_spike(is_finite, new, state)
-    selected = _select(options, kept, new, unchanged)
-    new, own = _advance(selected, state, kept, scaler)
+    _check_update(options, state, new)
+    is_kept, fallback = _decide(is_finite, new, state)
+    selected = _select(is_kept, new, fallback)
+    new, own = _advance(selected, state, is_kept, scaler)
     own |= dict(
         loss=output.loss,
-        grads_finite=kept,
+        grads_finite=is_kept,  # False for every skipped step: also one for a spike
         scaler=scaler["scaler"],
         grad_norm=norm,
     )
@@ -160,7 +161,7 @@ def run_with_retries(
     return scaler, _tree.combine(arrays, static)
 
 
-def _select(options: Options, kept: Array, new: PyTree, old: PyTree) -> PyTree:
+def _select(is_kept: Array, new: PyTree, old: PyTree) -> PyTree:
     """Returns the new state, or all of the old one, bit for bit.
 
     A select, not a `lax.cond` around the update: one rule holds for every leaf, keys
@@ -173,36 +174,40 @@ def _select(options: Options, kept: Array, new: PyTree, old: PyTree) -> PyTree:
             return old
         # With another type than before, the next step would be traced again.
         is_weak = getattr(jax.typeof(old), "weak_type", False)
-        return with_weak_type(jnp.where(kept, new, old), is_weak)
+        return with_weak_type(jnp.where(is_kept, new, old), is_weak)
 
+    return jax.tree.map(select, new, old)
+
+
+def _check_update(options: Options, old: PyTree, new: PyTree) -> None:
+    """Raises a ValueError if an update changed the leaves or shapes of the state."""
     if changed := differences(old, new, jnp.shape):
         raise ValueError(
             f"{options.caller}: the update changed {'; '.join(changed)}; expected the "
             "same leaves and shapes: a state of an optimizer for these parameters."
         )
-    return jax.tree.map(select, new, old)
 
 
-def _without_spike(finite: Array, new: StateT, old: StateT) -> tuple[Array, StateT]:
-    """Returns whether the new state counts, and the state that does otherwise.
+def _decide(is_finite: Array, new: StateT, old: StateT) -> tuple[Array, StateT]:
+    """Returns whether to keep the new state, and the state to keep otherwise.
 
-    That is the old one. Only `skip_spikes` remembers a finite step that it skipped.
+    That is the old one, in which `skip_spikes` has recorded this step if it is finite.
     """
     is_spike = spiked(old.opt_state, new.opt_state)
     if is_spike is None:
-        return finite, old
-    remembered = keep_counts(old.opt_state, new.opt_state)
-    opt_state = _tree.select(finite, remembered, old.opt_state)
-    return finite & ~is_spike, old.replace(opt_state=opt_state)
+        return is_finite, old
+    recorded = keep_counts(old.opt_state, new.opt_state)
+    opt_state = _tree.select(is_finite, recorded, old.opt_state)
+    return is_finite & ~is_spike, old.replace(opt_state=opt_state)
 
 
 def _advance(
-    new: StateT, old: StateT, kept: Array, scaler: Scaler
+    new: StateT, old: StateT, is_kept: Array, scaler: Scaler
 ) -> tuple[StateT, Metrics]:
     """Lets the counters advance, skipped or not; returns what the optimizer reports."""
     opt_state, reported = new.opt_state, {}
     if isinstance(opt_state, optax.ApplyIfFiniteState):
-        opt_state = opt_state._replace(**counted(old.opt_state, kept))
+        opt_state = opt_state._replace(**counted(old.opt_state, is_kept))
         reported["skipped_total"] = opt_state.total_notfinite
     new = new.replace(step=old.step + 1, scaler=scaler, opt_state=opt_state)
     if (total := spikes_total(opt_state)) is not None:

@@ -65,7 +65,6 @@ CALLS = frozenset(
 # So does this one, on each device with a part of the operands.
 _CALLS_ON_PARTS = CALLS | {"shard_map"}
 _FLAT = frozenset("stop_gradient sign floor ceil round argmax argmin".split())
-_COMPARES = frozenset("eq ne".split())
 _SUMS = frozenset("reduce_sum dot_general".split())
 # What gives a total for totals and constants, beside what changes the layout.
 _KEEPS_TOTAL = frozenset(
@@ -83,10 +82,11 @@ _LINEAR = frozenset(
 # Of these, one divided factor is enough.
 _PRODUCTS = frozenset("mul dot_general".split())
 _RANDOM = ("random_", "threefry", "rng_")
-# The operands that tell where numbers stand, or which are chosen, come after the first
-# one, or before the others.
-_FIRST_COUNTS = frozenset("gather dynamic_slice".split())
-_OVER_DEVICES = frozenset("psum psum_invariant pmax pmin".split())
+# Of these, the first operand has the numbers, and the others are indices.
+_INDEXED = frozenset("gather dynamic_slice".split())
+_OVER_DEVICES = frozenset(
+    "psum psum_invariant pmax pmin all_gather all_gather_invariant".split()
+)
 
 
 class Analysis:
@@ -150,8 +150,13 @@ class Analysis:
         if name == "while":
             return self._while(eqn, operands)
         if name in _CALLS_ON_PARTS and takes_operands(eqn):
-            line = source_line(eqn) or call
-            return self.results(bodies(eqn)[0], operands, line)
+            outs = self.results(bodies(eqn)[0], operands, source_line(eqn) or call)
+            # Those of the devices of a mesh may be in a stack.
+            are_numbers = (not v.aval.shape for v in eqn.outvars)
+            return [
+                x._replace(is_total=x.is_total and (is_number or name in CALLS))
+                for x, is_number in zip(outs, are_numbers, strict=True)
+            ]
         return [self._result(eqn, v, operands, call) for v in eqn.outvars]
 
     def _result(
@@ -165,14 +170,14 @@ class Analysis:
         name = eqn.primitive.name
         ways = [x.on_parameters for x in operands]
         on_parameters = max(ways, default=OnParameters.NOT)
-        if name in _COMPARES and _is_one(eqn.invars):
-            # `x != x` asks for NaNs, as `jnp.nanmean` does.
+        if _compares_with_itself(eqn):
+            # `jnp.nanmean` counts in this way. Finite losses never are NaN.
             on_parameters = OnParameters.NOT
         elif name in _FLAT or not _is_inexact(result):
             on_parameters = min(on_parameters, OnParameters.BY_VALUE)
         varies = any(x.varies for x in operands) or name.startswith(_RANDOM)
         if name in _OVER_DEVICES and self._same_on:
-            varies &= not self._same_on.issubset(eqn.params.get("axes", ()))
+            varies &= not self._same_on.issubset(_axes_of(eqn))
         may_be_total = varies and on_parameters is OnParameters.NOT
         is_total = may_be_total and _is_total(eqn, result, operands)
         division = _inherited_division(eqn, result, operands)
@@ -225,6 +230,12 @@ class Analysis:
         return _fixed_point(step, init)
 
 
+def _axes_of(eqn: Eqn) -> set[Any]:
+    """Returns the mapped axes of a collective."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return set(axes if isinstance(axes, tuple) else (axes,))
+
+
 def takes_operands(eqn: Eqn) -> bool:
     """Whether the inputs of a body are the operands of its call, one by one."""
     return len(_compat.open_jaxpr(bodies(eqn)[0])[0].invars) == len(eqn.invars)
@@ -233,7 +244,9 @@ def takes_operands(eqn: Eqn) -> bool:
 def _fixed_point(step: Any, init: Sequence[Dependence]) -> list[Dependence]:
     """Returns the dependences of a carry that an iteration leaves as they are."""
     carry = [_of_iterations(x, keeps_total=True) for x in init]
-    while True:  # each round changes one of three properties of a carry, and none back
+    # A carry rises from a constant to a total and to neither of them, and from no
+    # dependence on the parameters to a derivative: so this ends.
+    while True:
         after = [_of_iterations(x, keeps_total=True) for x in step(carry)]
         joined = [_join(x, y) for x, y in zip(carry, after, strict=True)]
         if joined == carry:
@@ -261,9 +274,12 @@ def _join(x: Dependence, y: Dependence) -> Dependence:
     )
 
 
-def _is_one(atoms: Sequence[Atom]) -> bool:
-    """Whether all operands are one variable."""
-    return len({*_compat.variables(atoms)}) == 1 < len(atoms)
+def _compares_with_itself(eqn: Eqn) -> bool:
+    """Whether an equation asks which numbers are NaN, as `x != x` does."""
+    if eqn.primitive.name not in ("eq", "ne"):
+        return False
+    first, second = eqn.invars
+    return first is second
 
 
 def _is_inexact(v: Atom) -> bool:
@@ -284,12 +300,18 @@ def _is_total(eqn: Eqn, result: Atom, operands: Sequence[Dependence]) -> bool:
         )
     if name == "div":
         return first.is_total and others[0].is_constant
-    if name == "select_n":  # where the condition may be any
-        operands = others
+    operands = _with_numbers(name, operands)
     is_layout = has(eqn, Trait.LAYOUT) and name not in _JOINS
     if name not in _KEEPS_TOTAL and not is_layout:
         return False
     return functools.reduce(_join, operands).is_total
+
+
+def _with_numbers(name: str, operands: Sequence[Dependence]) -> Sequence[Dependence]:
+    """Returns the operands that have numbers: no condition, and no index."""
+    if name == "select_n":
+        return operands[1:]
+    return operands[:1] if name in _INDEXED else operands
 
 
 def _divides(eqn: Eqn, operands: Sequence[Dependence]) -> bool:
@@ -314,10 +336,7 @@ def _inherited_division(
         return operands[0].division
     if name not in _LINEAR and not has(eqn, Trait.LAYOUT):
         return None
-    if name == "select_n":
-        operands = operands[1:]
-    if name in _FIRST_COUNTS:
-        operands = operands[:1]
+    operands = _with_numbers(name, operands)
     one_is_enough = name in _PRODUCTS or not result.aval.shape
     if not one_is_enough and not all(x.division or x.is_constant for x in operands):
         return None

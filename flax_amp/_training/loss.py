@@ -100,7 +100,7 @@ def in_precision(
     is_identity = dtype == jnp.float32 and not policy.may_leave_float32
     if is_identity and not options.averages:
         return pure
-    # In float32 too: the loss is then traced once, for `observe` and for the step.
+    # A float32 loss is rewritten, too, so that one trace serves `observe` and the step.
     return rewritten(rewrite(pure, policy, dtype, recompute, observe=observe))
 
 
@@ -218,7 +218,7 @@ def _pop_weight(aux: Metrics, name: str) -> Array | None:
 def _changes(old: PyTree, new: PyTree, name: str) -> PyTree:
     """Returns new parameters or variables, `None` for those that did not change.
 
-    Those are still the same objects here, inside of `amp`, which returns new ones.
+    What the loss did not write is still the same object here. `amp` returns another.
     """
     if changed := differences(old, new, describe):
         raise ValueError(

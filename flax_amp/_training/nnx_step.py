@@ -46,9 +46,9 @@ def make_nnx_train_step(
 ) -> Callable[..., Metrics]:
     """Makes a training step that updates a model and its optimizer in place.
 
-    It does what the step of `make_train_step` does. What the loss writes into the model
-    is kept, and the optimizer updates it: also parameters, as `nnx.SpectralNorm` or a
-    clip of weights writes them. A step that is not finite changes
+    It does what the step of `make_train_step` does. The loss may write any variable of
+    the model, as `nnx.SpectralNorm` writes a kernel that trains: the written value is
+    kept, and the optimizer updates the written kernel. A step that is skipped changes
     neither model nor optimizer, but for the optimizer's `step`, which counts skipped
     steps, too, and the scaler and the counters of a `flax_amp.AmpOptimizer`.
 

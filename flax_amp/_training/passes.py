@@ -23,7 +23,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from flax_amp import _tree
 from flax_amp._training import Array, AxisName, PyTree, UserFn
-from flax_amp._training.arguments import Options
+from flax_amp._training.arguments import Options, axes_of
 from flax_amp._training.loss import LossOutput, fold_in
 from flax_amp._training.scaler import Scaler, scale_loss, unscale_grads
 
@@ -69,7 +69,7 @@ def run_passes(
         # Sums over micro-batches and devices need more than half precision.
         loss = result.output.loss.astype(jnp.float32)
         result = result._replace(output=result.output._replace(loss=loss))
-        return _without_empty(result, params, variables)
+        return _without_writes_if_empty(result, params, variables)
 
     if options.accum_steps == 1:
         result = one_pass(params, variables, batch)
@@ -83,7 +83,8 @@ def run_passes(
     result = average_over_devices(result, axis_name, old_params, old_variables)
     output = result.output
     if output.weight is not None:
-        # The mean of nothing is not a number, and so the step is skipped.
+        # A sum of weights that is not positive and finite gives no mean, so the step is
+        # skipped.
         is_mean = (output.weight > 0) & (output.weight < jnp.inf)
         loss = jnp.where(is_mean, output.loss, jnp.nan)
         result = result._replace(output=output._replace(loss=loss))
@@ -126,10 +127,12 @@ def run_pass(
     return PassResult(unscale_grads(grads, scaler), overwrite, output)
 
 
-def _without_empty(result: PassResult, params: PyTree, variables: PyTree) -> PassResult:
-    """Returns what a pass leaves behind: nothing, if its weight is 0.
+def _without_writes_if_empty(
+    result: PassResult, params: PyTree, variables: PyTree
+) -> PassResult:
+    """Puts back what a pass of weight 0 has written; `_weigh` leaves out its numbers.
 
-    `params` and `variables` are those before it.
+    `params` and `variables` are those before the pass.
     """
     output = result.output
     if output.weight is None:
@@ -304,9 +307,8 @@ def mark_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
     Marked parameters get one gradient for each device; JAX would otherwise sum them. A
     marked loss has the same derivative whether or not the user has reduced it already.
     """
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    axes = tuple(axis for axis in axes if axis in manual)
+    axes = tuple(axis for axis in axes_of(axis_name) if axis in manual)
 
     def mark(leaf: Any) -> Any:
         # A key stays as it is: no average could make it equal on all devices again.
@@ -324,8 +326,9 @@ def average_over_devices(
 ) -> PassResult:
     """Makes the result of this device the same on every device of the mapped axes.
 
-    What is not finite on one device is not finite on any, so all devices decide alike.
-    `params` and `variables` are those before the pass, the same on every device.
+    A device of weight 0 counts for nothing. An inf or a NaN of any other device reaches
+    all of them, so all devices decide alike. `params` and `variables` are those before
+    the pass, the same on every device.
     """
     if axis_name is None:
         return result
@@ -351,16 +354,22 @@ def average_over_devices(
             leaf = jnp.where(weight == 0, -jnp.inf, leaf)
         return largest(leaf)
 
+    def largest_count(leaf: Array) -> Array:
+        if weight is not None and leaf.dtype != jnp.bool_:
+            leaf = jnp.where(weight == 0, jnp.iinfo(leaf.dtype).min, leaf)
+        return largest(leaf)
+
     def average_variable(new: Any, old: Array) -> Any:
         # Each device has folded its index into its keys: the old key is the common one.
         if new is None or _tree.is_key(old):
             return None
         if not _tree.is_inexact_array(new):
-            return largest(new)
+            return largest_count(new)
         # The mean of equal numbers may round to another number. The mean of their
         # changes is exactly 0, so a variable that did not change keeps its bits.
         base = jnp.where(jnp.isfinite(old), old, 0)
-        return base + mean(new - base)
+        average = base + mean(new - base)
+        return average.astype(old.dtype)  # a weight is float32
 
     def mean_of_scalar(leaf: Any) -> Any:
         return mean(leaf) if _tree.is_inexact_array(leaf) and not leaf.ndim else leaf

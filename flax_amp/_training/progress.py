@@ -27,6 +27,14 @@ _MAX_SKIPS_IN_SEARCH = 50
 # A few bad batches in a row are no reason to stop a run.
 _MAX_SKIPS = 20
 
+# With its default window, `skip_spikes` takes a new level for normal after 64 spikes.
+_MAX_SPIKES = 100
+_SPIKES = (
+    "The loss or a norm is finite and far above the recent ones: "
+    "flax_amp.optim.skip_spikes skips such steps. Look at their batches, or raise its "
+    "factor."
+)
+
 # The names of the metrics of `flax_amp.metrics.finite_by_leaf` begin with this.
 _LEAVES = "grads_finite/"
 
@@ -50,7 +58,8 @@ def check_progress(
       metrics: the metrics of the last step, which tell what is not finite; and which
         gradients, if they hold those of `flax_amp.metrics.finite_by_leaf`.
       max_skips: how many steps in a row may be skipped. The default is 50 while the
-        scale may fall, whose search may take 48 steps, or else 20.
+        scale may fall, whose search may take 48 steps, 100 for steps that
+        `optim.skip_spikes` has skipped, or else 20.
 
     Raises:
       StuckError: with the cause, and the call of `find_nonfinite` that says where it
@@ -75,7 +84,7 @@ def check_progress(
     # Fetched only now: a run that goes on does not need them.
     flags = jax.device_get({k: x for k, x in metrics.items() if k.startswith(_LEAVES)})
     if bad := [k.removeprefix(_LEAVES) for k, x in flags.items() if not np.all(x)]:
-        cause += f" Not finite are the gradients of {first_of(bad, 5)}."
+        cause = f"{cause} Not finite are the gradients of {first_of(bad, 5)}."
     raise StuckError(_describe(numbers, cause, call, params))
 
 
@@ -110,11 +119,11 @@ def _read(state: Any) -> tuple[dict[str, Any], str, PyTree]:
 def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, int]:
     """Returns why the last step was skipped, and how many may be skipped in a row."""
     loss, norm = numbers.get("loss"), numbers.get("grad_norm", np.nan)
+    # A step that is not finite after a spike leaves the number of spikes in a row.
+    if numbers.get("spikes", 0) >= numbers["in_a_row"] > 0:
+        return _SPIKES, _MAX_SPIKES
     may_fall = numbers.get("adjust_factor", 1) > 1 and numbers["scaler"] > LOWEST
     limit = _MAX_SKIPS_IN_SEARCH if may_fall else _MAX_SKIPS
-    if numbers.get("spikes"):
-        text = "The loss, or the norm of the gradients, is finite and far above the "
-        return f"{text}recent ones: flax_amp.optim.skip_spikes skips it.", _MAX_SKIPS
     if loss is None:
         return "Pass the metrics of the step to learn what is not finite.", limit
     # In the order of the step: the gradients of a loss that is not finite are not
@@ -143,12 +152,17 @@ def _describe(numbers: Mapping[str, Any], cause: str, call: str, params: PyTree)
     if numbers.get("adjust_factor", 1) != 1:  # a scale that never moves says nothing
         seen.append(f"scale {numbers['scaler']:g}")
     seen.append(f"{numbers['total']} steps skipped in all")
+    skipped = (
+        f"check_progress: the last {numbers['in_a_row']} steps were skipped "
+        f"({', '.join(seen)}). {cause}"
+    )
+    if cause is _SPIKES:
+        return skipped
     state = "The parameters are those of the last finite step."
     if not _tree.all_finite(params):
         state = "The parameters hold an inf or a NaN: restore an earlier checkpoint."
     return (
-        f"check_progress: the last {numbers['in_a_row']} steps were skipped "
-        f"({', '.join(seen)}). {cause} {state} To find where it begins, call "
+        f"{skipped} {state} To find where it begins, call "
         f"print(flax_amp.find_nonfinite({call})) with the batch of a skipped step: "
         "it names the operation and tells a bad batch from an overflow."
     )

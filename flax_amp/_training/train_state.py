@@ -171,7 +171,8 @@ class AmpTrainState(train_state.TrainState):
         nothing is checked: so the training step calls it, which selects.
 
         `extra_args`, such as `{"value": loss}`, are further arguments of the optimizer.
-        It gets those that it takes, and the gradients as `grad`.
+        The gradients are added to them as `grad`, and the optimizer gets those that it
+        takes.
         """
         tx = self.tx
         given = {} if finite is None else {"finite": finite}

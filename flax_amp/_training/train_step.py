@@ -67,9 +67,9 @@ def make_train_step(
 ) -> TrainStep:
     """Makes a training step from an ordinary float32 loss.
 
-    The optimizer gets those extra arguments that it takes of `value` and `loss` (the
-    loss), `grad` (the gradients) and `grad_norm`, as `optax.contrib.reduce_on_plateau`
-    does.
+    The step offers its optimizer the extra arguments `value` and `loss` (both the
+    loss), `grad` (the gradients) and `grad_norm`. Those that the optimizer takes, it
+    gets: `optax.contrib.reduce_on_plateau` takes `value`.
 
     Args:
       loss_fn: `loss_fn(params, batch, *args)`, or `loss_fn(model, batch, *args)` if
@@ -80,9 +80,9 @@ def make_train_step(
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is any pytree. The entries
         of a dict become metrics, but for two reserved keys. `"variables"` holds updated
         collections of a Linen model, as `apply` with `mutable=` returns them; the state
-        of an NNX model is collected from the model itself. `"weight"` is the weight of
-        this loss among those of other micro-batches and devices, a scalar number
-        without a derivative: the number of tokens of a mean over tokens.
+        of an NNX model is collected from the model itself. `"weight"`, a scalar number,
+        is the weight of this loss among those of other micro-batches and devices. For a
+        mean over tokens, it is their number. It has no derivative by the parameters.
       precision: what to compute in. It wins over the `precision` of the state.
       amp_policy: see `flax_amp.amp`.
       redo_on_nan: how often at most to compute the same batch again with a lower
@@ -91,16 +91,18 @@ def make_train_step(
         batch is split (every `accum_steps`-th example goes into the same micro-batch).
         The loss is `sum(w_i * L_i) / sum(w_i)` of the losses `L_i` and the weights
         `w_i` of the micro-batches, in float32, and the gradients are those of this
-        quotient. Without `aux["weight"]`, each counts the same; a loss that is divided
-        by a total of its examples then warns. A micro-batch of weight 0 contributes
-        nothing, and if all weights are 0, the step is skipped. Scalar float leaves of
+        quotient. Without `aux["weight"]`, each counts the same; the step then warns of
+        a loss in which it finds a division by a total of the examples. A micro-batch of
+        weight 0 contributes nothing. If the sum of the weights is not positive and
+        finite, the step is skipped, also with one micro-batch. Scalar float leaves of
         `aux` are averaged by the same weights, nodes with a `reduce` method (clu
         metrics) are reduced, and all other leaves come back stacked. A micro-batch
         starts with the variables and parameters that the one before has written.
       axis_name: mapped axis (of `shard_map`, `pmap` or `vmap`), or a tuple of them,
         over which to average loss, gradients, written variables and parameters, and
-        scalar float leaves of `aux`, in float32, by the same weights. Each device draws
-        its own `rngs`. Use it with `jit=False` inside the mapped function.
+        scalar float leaves of `aux`: in float32, and by `aux["weight"]`, as over
+        micro-batches. Each device draws its own `rngs`. Use it with `jit=False` inside
+        the mapped function.
       metrics_fn: `metrics_fn(state, grads, updates)`, traced into the step, returns a
         dict of further metrics. `state` is the one before the update, `grads` are
         unscaled and averaged, before `tx`, and `updates` are the new parameters minus
@@ -127,8 +129,9 @@ def make_train_step(
       - `weight`: float32, the sum of the weights, if the loss returns one.
       - `hyperparams/learning_rate` and so on, if `tx` is of `flax_amp.optim` or of
         `optax.inject_hyperparams`: the values that the last update used.
-      - the entries of `metrics_fn`, and those of `aux`, if that is a dict whose keys
-        are strings, or `aux`. One with the name of a metric that stands above becomes
+      - the entries of `metrics_fn`.
+      - the entries of `aux`, if it is a dict whose keys are strings; otherwise `aux`
+        itself, as `aux`. An entry with the name of a metric that stands above becomes
         `metrics_fn/<name>` or `aux/<name>`.
 
     Raises:

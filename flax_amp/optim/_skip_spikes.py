@@ -61,6 +61,7 @@ class _SpikeSkipper:
         return SpikeState(
             losses=empty_history(self.window),
             grad_norms=empty_history(self.window),
+            update_norms=empty_history(self.window),
             spikes_total=jnp.zeros((), jnp.int32),
             spikes_in_a_row=jnp.zeros((), jnp.int32),
             # With strong types, which the select below has, a step is traced once.
@@ -99,11 +100,11 @@ class _SpikeSkipper:
         """Returns whether some value is a spike, and the next histories by field."""
         # Each step at a new level raises the limit, by some 15 percent with a window of
         # 128. However high a level is, if it lasts for half a window, it is normal, and
-        # the histories begin with it.
+        # the histories begin with it, and so does `warmup`.
         is_new_level = state.spikes_in_a_row >= self.window // 2
         is_spike = jnp.array(False)
         histories = {}
-        for name in ("losses", "grad_norms"):
+        for name in ("losses", "grad_norms", "update_norms"):
             history: History = getattr(state, name)
             history = history._replace(seen=jnp.where(is_new_level, 0, history.seen))
             if name in values:
@@ -127,9 +128,9 @@ def skip_spikes(
     percent of the mean. At a spike, all updates are zeros, the state of `tx` keeps its
     bits, and `spikes_total` of the `SpikeState` goes up by one.
 
-    The loss is the extra argument `loss` of `update`, or else `value`; the norm is
-    `grad_norm`, or else that of the updates that come in. Without a loss, the norm is
-    judged alone. All extra arguments are handed on to `tx`.
+    Up to three values are judged: the norm of the updates that come in; the loss, which
+    is the extra argument `loss`, or else `value`; and the extra argument `grad_norm`.
+    All extra arguments are handed on to `tx`.
 
     A spike is recorded as at most six standard deviations above the mean, so that it
     hides no other. A level that lasts becomes normal, after half a window at the
@@ -199,28 +200,35 @@ def _judged_values(updates: PyTree, extra: Mapping[str, Any]) -> dict[str, Array
     loss = extra.get("loss")
     if loss is None:
         loss = extra.get("value")
-    norm = extra.get("grad_norm")
-    if norm is None:
-        norm = _norm(updates)
-    given = {"losses": loss, "grad_norms": norm}
+    # Both norms: inside of `optax.MultiSteps`, the updates are the mean of several
+    # gradients, and `grad_norm` is that of the last. Behind a clip, `grad_norm` alone
+    # tells a spike. In a training step both are one number, which XLA computes once.
+    grad_norm = extra.get("grad_norm")
+    norm = _norm(updates, may_overflow=grad_norm is not None)
+    norms = {"grad_norms": grad_norm, "update_norms": norm}
+    given = {"losses": loss, **norms}
     values = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
     for name, value in values.items():
         if value.shape or jnp.iscomplexobj(value):
             raise ValueError(
                 f"flax_amp.optim.skip_spikes: update got {value.dtype}{[*value.shape]} "
-                f"for {name}; expected a real scalar. Take the mean of a batch."
+                f"as {name}; expected a real scalar, such as the mean of a batch."
             )
     return values
 
 
-def _norm(updates: PyTree) -> Array | None:
-    """Returns the norm of updates, or `None` if there are none."""
+def _norm(updates: PyTree, *, may_overflow: bool) -> Array | None:
+    """Returns the norm of updates, or `None` if there are none.
+
+    It overflows if it is above 1e19, or else it is at most the largest float32 number.
+    """
     leaves = [x for x in jax.tree.leaves(updates) if _tree.is_inexact(x)]
     if not leaves:
         return None
-    # The squares of half precision numbers overflow early, those of float32 at 1e19.
-    norm = jnp.minimum(optax.tree.norm([_tree.widen(x) for x in leaves]), _LARGEST)
-    return jnp.where(_tree.all_finite(leaves), norm, jnp.inf)
+    norm = optax.tree.norm([_tree.widen(x) for x in leaves])
+    if may_overflow:  # the check reads all updates once more
+        return norm
+    return jnp.where(_tree.all_finite(leaves), jnp.minimum(norm, _LARGEST), jnp.inf)
 
 
 # For a training step, which skips all of a step at a spike
@@ -257,7 +265,8 @@ def spikes_in_a_row(opt_state: PyTree) -> Array | None:
 def keep_counts(old: PyTree, new: PyTree) -> PyTree:
     """Returns a state as it was before an update, with what was recorded in this one.
 
-    All of a `SpikeState` is the new one, but for the state inside.
+    All of a `SpikeState` is new, but for the state inside. Where micro-steps have made
+    a spike, so are the sums of an `optax.MultiStepsState`.
     """
     pairs = zip(_tree.nodes(old, _KEPT), _tree.nodes(new, _KEPT), strict=True)
     return _tree.replace_nodes(old, _KEPT, [_with_new_counts(*pair) for pair in pairs])

@@ -2,7 +2,7 @@
 
 A value is a spike if it is more than `factor` standard deviations above the mean of the
 last `window` values. It is recorded, as at most six standard deviations above the mean.
-After 128 values of 1.0 with a standard deviation of 0.05, and with a factor of 20:
+After 128 values near 1.0, whose standard deviation is 0.048, and with a factor of 20:
 
     value       1.0     1000     1.0    1000
     limit       1.96    1.96     2.09   2.08
@@ -32,9 +32,10 @@ FEWEST = 8
 # fifth.
 _LEAST_SPREAD = np.float32(0.01)
 # A value is recorded as at most so many standard deviations above the mean. The limit
-# rises on and on where more than one in 36 values, `6**2`, is a spike. So a new level
-# becomes normal, and bad batches of 1000 times the loss, one in every 40 steps, never
-# do. With a larger number, a new level becomes normal sooner, and so do rarer batches.
+# rises on and on where more than one in 37 values, `1 + 6**2`, is a spike. So a new
+# level becomes normal, and bad batches of 1000 times the loss, one in every 40 steps,
+# never do. With a larger number, a new level becomes normal sooner, and so do rarer
+# batches.
 _MOST_RECORDED = np.float32(6)
 _LARGEST = np.finfo(np.float32).max
 
@@ -53,9 +54,10 @@ class SpikeState(NamedTuple):
     """The state of an optimizer that `skip_spikes` wraps."""
 
     losses: History
-    grad_norms: History
+    grad_norms: History  # what the caller gave as `grad_norm`
+    update_norms: History  # of the updates that came in
     spikes_total: Array  # int32[], the number of skipped steps
-    spikes_in_a_row: Array  # int32[], of these, the last ones without another between
+    spikes_in_a_row: Array  # int32[], those since the last step that was no spike
     inner_state: PyTree  # the state of the optimizer
 
 

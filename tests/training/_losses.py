@@ -392,6 +392,12 @@ def entropy(p, b):
 
 
 @other
+def active_units(p, b):
+    h = jax.nn.relu(b["features"] @ p["head"])
+    return h.sum() / (h != 0).sum()
+
+
+@other
 def huber(p, b):
     return optax.huber_loss(values(p, b), b["advantage"]).mean()
 

@@ -102,10 +102,15 @@ def test_over_devices(mesh):
         total, count = _losses.masked(params, batch), batch["mask"].sum()
         return jax.lax.psum(total, "data") / jax.lax.psum(count, "data")
 
+    def gathered(params, batch):
+        total, count = _losses.masked(params, batch), batch["mask"].sum()
+        return jax.lax.psum(total, "data") / jax.lax.all_gather(count, "data").sum()
+
     (text,) = over_axis(_losses.mask, mesh)
     assert "With axis_name='data', the step averages" in text
     assert not over_axis(_losses.mean, mesh)
     assert not over_axis(whole, mesh)
+    assert not over_axis(gathered, mesh)
 
 
 def test_a_mean_of_jax_at_another_line():
@@ -265,6 +270,32 @@ def test_the_average_is_that_of_the_whole_batch(dtype, kind, accum_steps, device
     if not mesh:
         average = float(metrics["each"].compute())
         np.testing.assert_allclose(average, rows["mask"].sum(1).mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_variables_over_devices_of_other_weights(empty):
+    """They keep their dtypes; a device without examples decides nothing."""
+
+    class Counts(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.float32(1))
+            self.mean = nnx.BatchStat(jnp.bfloat16(0))
+            self.left = nnx.BatchStat(jnp.int32(5))
+
+    def loss_fn(model, rows):
+        model.mean[...] = rows.mean().astype(jnp.bfloat16)
+        model.left[...] = model.left[...] - 1
+        return model.w[...] * rows.mean(), {"weight": jnp.isfinite(rows).sum()}
+
+    state = AmpTrainState.create(model=Counts(), tx=optax.sgd(0.1))
+    devices, auto = jax.devices()[:2], (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), devices=devices, axis_types=auto)
+    step = make_train_step(loss_fn, has_aux=True, axis_name="data", jit=False)
+    rows = jnp.full(4, 2.0).at[2 * empty : 2 * empty + 2].set(jnp.nan)
+    new, metrics = mapped(step, mesh)(state, rows)
+    assert metrics["grads_finite"] and metrics["loss"] == 2
+    assert new.variables["mean"].dtype == jnp.bfloat16
+    assert new.variables["mean"] == 2 and new.variables["left"] == 4
 
 
 WAYS = {

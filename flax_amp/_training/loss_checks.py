@@ -1,6 +1,8 @@
-"""What a step may average: the weight of a loss, and what the loss left as it was.
+"""Looks at the traced loss of a step, before `amp` rewrites it.
 
-Both are read from the traced loss, before `amp` rewrites it.
+The weight of a loss must have no derivative. A loss that is divided by a total of its
+examples should have a weight. And a parameter that the loss hands on unchanged is not
+written.
 """
 
 import warnings
@@ -56,9 +58,9 @@ class _Observer:
         self._options = options
         self.has_looked = False
         self._has_warned = False
-        # A LossOutput with numbers for arrays, and those numbers of parameters and
-        # variables that the loss hands on.
+        # The output of the loss, with the number of each result in place of its array.
         self._numbered: Any = None
+        # The numbers of the parameters and variables that the loss returns unchanged.
         self._unchanged: set[int] = set()
 
     def check(self, traced: TracedCall) -> None:
@@ -99,8 +101,8 @@ class _Observer:
             f"{self._options.loss_name} returned an aux['weight'] that depends on the "
             "parameters; expected the number of tokens or of examples of the loss, "
             "whose derivative is zero: gradients are averaged with weights that are "
-            "taken as constants. Compute it from the batch, or return "
-            "jax.lax.stop_gradient(weight)."
+            "taken as constants. Compute it from the batch, return "
+            "jax.lax.stop_gradient(weight), or give a metric another name."
         )
 
     def _warn_of_quotient(self, loss: Dependence) -> None:
@@ -110,8 +112,9 @@ class _Observer:
         parts = f"accum_steps={self._options.accum_steps}"
         if self._options.accum_steps == 1:
             parts = f"axis_name={self._options.axis_name!r}"
+        where = f" at {loss.division}" if loss.division.file else ""
         warnings.warn_explicit(
-            f"{self._options.loss_name} is divided at {loss.division} by a total of "
+            f"{self._options.loss_name} is divided{where} by a total of "
             "its examples, such as a number of tokens, which differs from part to part "
             f"of a batch. With {parts}, the step averages the losses of the parts as "
             "if each counted the same, which is not the loss of the whole batch. "
