@@ -638,5 +638,5 @@ def test_wrong_arguments_of_an_update():
         tx.update(GRADS, state.inner_state, PARAMS)
     with pytest.raises(ValueError, match=r"float32\[4\] as losses; expected a real"):
         tx.update(GRADS, state, PARAMS, loss=jnp.ones(4))
-    with pytest.raises(ValueError, match=r"complex64\[\] for grad_norms; expected"):
+    with pytest.raises(ValueError, match=r"complex64\[\] as grad_norms; expected"):
         tx.update(GRADS, state, PARAMS, grad_norm=jnp.complex64(1))
