@@ -25,7 +25,7 @@ from jax.extend.core import Literal
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr
 from flax_amp._rewriter.primitives import Trait, bodies, has
-from flax_amp._training.source_lines import SourceLine, source_line
+from flax_amp._training.source_lines import SourceLine, line_of
 from flax_amp._tree import split_list
 
 
@@ -144,13 +144,13 @@ class Analysis:
     ) -> list[Dependence]:
         name = eqn.primitive.name
         if name == "cond":
-            return self._cond(eqn, operands, source_line(eqn) or call)
+            return self._cond(eqn, operands, line_of(eqn) or call)
         if name == "scan":
             return self._scan(eqn, operands)
         if name == "while":
             return self._while(eqn, operands)
         if name in _CALLS_ON_PARTS and takes_operands(eqn):
-            outs = self.results(bodies(eqn)[0], operands, source_line(eqn) or call)
+            outs = self.results(bodies(eqn)[0], operands, line_of(eqn) or call)
             # Those of the devices of a mesh may be in a stack.
             are_numbers = (not v.aval.shape for v in eqn.outvars)
             return [
@@ -182,7 +182,7 @@ class Analysis:
         is_total = may_be_total and _is_total(eqn, result, operands)
         division = _inherited_division(eqn, result, operands)
         if _divides(eqn, operands):
-            division = source_line(eqn) or call or SourceLine("", 0)
+            division = line_of(eqn) or call or SourceLine("", 0)
         return Dependence(on_parameters, varies, is_total, division)
 
     # --- branches and loops ----------------------------------------------------------

@@ -28,7 +28,7 @@ class SourceLine(NamedTuple):
         return f"{path}:{self.line}" if path else ""
 
 
-def source_line(eqn: Eqn) -> SourceLine | None:
+def line_of(eqn: Eqn) -> SourceLine | None:
     """Returns the innermost line of the user, or else of Flax or optax."""
     frames = list(_compat.user_frames(eqn))
     of_user = (frame for frame in frames if not frame[0].startswith(_LIBRARIES))

@@ -230,7 +230,8 @@ def _batch_of(call: Eqn, operands: Arrays, examples: Examples) -> _Batch | None:
     body, _ = open_jaxpr(call.params["jaxpr"])
     splits, sizes, others = set(), set(), set()
     for spec, x, v in zip(call.params["in_specs"], operands, body.invars, strict=True):
-        if examples(np.broadcast_to(True, x.shape)):
+        is_batch = bool(examples(np.broadcast_to(True, x.shape)))
+        if is_batch:
             names = next(iter(spec), None) or ()
             splits.add(names if isinstance(names, tuple) else (names,))
             sizes.add(v.aval.shape[0])

@@ -21,7 +21,7 @@ from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr, evaluate, open_jaxpr
 from flax_amp._rewriter.primitives import Kind, is_matmul, kind_of
 from flax_amp._scope_paths import split_method
-from flax_amp._training.source_lines import source_line
+from flax_amp._training.source_lines import line_of
 from flax_amp._tree import fill, pick
 from flax_amp.debug._report import is_half, short
 
@@ -177,7 +177,7 @@ class Location(NamedTuple):
 
 def source_text(eqn: Eqn) -> str:
     """Returns the file and the line of the user's code, or nothing."""
-    line = source_line(eqn)
+    line = line_of(eqn)
     return "" if line is None else str(line)
 
 

@@ -105,7 +105,8 @@ class Runner:
     limited: dict[str, None] = dataclasses.field(default_factory=dict)
     compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
     numbers: Any = dataclasses.field(default_factory=itertools.count)
-    devices: Devices | None = None  # in a `shard_map`: arrays are stacks of theirs
+    # In a `shard_map`. Then each array is a stack, with one element for each device.
+    devices: Devices | None = None
 
     def __call__(
         self, arrays: Sequence[Any], names: Any, faults: Container[int]
@@ -243,7 +244,7 @@ class Runner:
         return [value.cause for value in carry]
 
     def _in_cond(self, eqn: Eqn, values: Sequence[Value], at: Location) -> Any:
-        raise _Apart  # a `cond` with one branch for all has not run as a whole
+        raise _Apart  # `_equation` has entered those of which all take one branch
 
     # --- devices ---------------------------------------------------------------------
 
