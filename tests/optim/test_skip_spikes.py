@@ -13,6 +13,8 @@ from flax_amp.optim._small_state import SmallState, rounds_parameters
 from flax_amp.optim._spike_rule import SpikeState
 from helpers import assert_identical
 
+pytestmark = pytest.mark.once  # arithmetic, and optax
+
 PARAMS = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
 GRADS = jax.tree.map(lambda x: jnp.full_like(x, 0.5), PARAMS)
 SPIKE = jax.tree.map(lambda x: 1e3 * x, GRADS)

@@ -241,7 +241,11 @@ def whole_batch(kind):
 
 @pytest.mark.parametrize(
     "dtype",
-    [pytest.param(jnp.float16, marks=pytest.mark.once), jnp.bfloat16, jnp.float32],
+    [
+        pytest.param(jnp.float16, marks=pytest.mark.once),
+        pytest.param(jnp.bfloat16, marks=pytest.mark.once),
+        jnp.float32,
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def by_steps(tx):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.once
 def test_a_step_gives_an_optimizer_what_it_takes(name):
     """The run is that of a loop by hand which leaves out the bad batch."""
     takes = () if name in TAKE_NONE else None

@@ -136,6 +136,7 @@ TX = {
 
 
 @pytest.mark.parametrize("name", TX)
+@pytest.mark.once
 def test_wherever_the_guard_is(name):
     """A run with a spike is the run without this batch."""
     step = make_train_step(line_loss, donate=False)
@@ -249,6 +250,7 @@ def digits_step():
     return make_train_step(digits_loss)
 
 
+@pytest.mark.once
 def test_a_run_with_a_spike_ends_where_the_other_does(tmp_path):
     """And a run that is saved behind the spike and resumed ends with its bits."""
     _, metrics, undisturbed = digits(300)
