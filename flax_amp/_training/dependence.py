@@ -62,7 +62,7 @@ EXAMPLE = Dependence(varies=True)
 CALLS = frozenset(
     "jit remat2 closed_call eval_jaxpr custom_jvp_call custom_vjp_call".split()
 )
-# So does this one, on each device with a part of the operands.
+# A `shard_map` runs its body once, too, on each device with a part of the operands.
 _CALLS_ON_PARTS = CALLS | {"shard_map"}
 _FLAT = frozenset("stop_gradient sign floor ceil round argmax argmin".split())
 _SUMS = frozenset("reduce_sum dot_general".split())

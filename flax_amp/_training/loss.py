@@ -218,7 +218,8 @@ def _pop_weight(aux: Metrics, name: str) -> Array | None:
 def _changes(old: PyTree, new: PyTree, name: str) -> PyTree:
     """Returns new parameters or variables, `None` for those that did not change.
 
-    What the loss did not write is still the same object here. `amp` returns another.
+    A leaf that the loss did not write is still the same object here. `amp` returns
+    another object.
     """
     if changed := differences(old, new, describe):
         raise ValueError(

@@ -171,16 +171,18 @@ class AmpTrainState(train_state.TrainState):
         nothing is checked: so the training step calls it, which selects.
 
         `extra_args`, such as `{"value": loss}`, are further arguments of the optimizer.
-        The gradients are added to them as `grad`, and the optimizer gets those that it
-        takes.
+        The gradients are added to them as `grad`. The optimizer gets the arguments that
+        its `update` takes.
         """
         tx = self.tx
         given = {} if finite is None else {"finite": finite}
 
         def update(grads: PyTree, *state_and_params: PyTree) -> tuple[PyTree, PyTree]:
             extra = {} if extra_args is None else {"grad": grads, **extra_args}
-            found = taking_any(tx).update(grads, *state_and_params, **given, **extra)
-            out: tuple[PyTree, PyTree] = found
+            takes_any: Any = taking_any(tx)
+            out: tuple[PyTree, PyTree] = takes_any.update(
+                grads, *state_and_params, **given, **extra
+            )
             return out
 
         now = self.replace(tx=optax.GradientTransformationExtraArgs(tx.init, update))

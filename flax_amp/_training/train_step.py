@@ -68,8 +68,8 @@ def make_train_step(
     """Makes a training step from an ordinary float32 loss.
 
     The step offers its optimizer the extra arguments `value` and `loss` (both the
-    loss), `grad` (the gradients) and `grad_norm`. Those that the optimizer takes, it
-    gets: `optax.contrib.reduce_on_plateau` takes `value`.
+    loss), `grad` (the gradients) and `grad_norm`. The optimizer gets the arguments that
+    its `update` takes: that of `optax.contrib.reduce_on_plateau` takes `value`.
 
     Args:
       loss_fn: `loss_fn(params, batch, *args)`, or `loss_fn(model, batch, *args)` if

@@ -244,7 +244,7 @@ class Runner:
         return [value.cause for value in carry]
 
     def _in_cond(self, eqn: Eqn, values: Sequence[Value], at: Location) -> Any:
-        raise _Apart  # `_equation` has entered those of which all take one branch
+        raise _Apart  # `_equation` enters a `cond` if all devices take one branch
 
     # --- devices ---------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class SpikeState(NamedTuple):
     grad_norms: History  # what the caller gave as `grad_norm`
     update_norms: History  # of the updates that came in
     spikes_total: Array  # int32[], the number of skipped steps
-    spikes_in_a_row: Array  # int32[], those since the last step that was no spike
+    spikes_in_a_row: Array  # int32[], the spikes since the last other step
     inner_state: PyTree  # the state of the optimizer
 
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from examples.sharded import make_mesh
+
 ROWS, LENGTH, WORDS, WIDTH = 8, 6, 16, 8
 
 _keys = jax.random.split(jax.random.key(0), 8)
@@ -106,8 +108,7 @@ def over_a_mesh(p, b):
     def sums(losses, mask):
         return jax.lax.psum(((losses * mask).sum(), mask.sum()), "pair")
 
-    devices, auto = jax.devices()[:2], (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((2,), ("pair",), devices=devices, axis_types=auto)
+    mesh = make_mesh(pair=2)
     spec = jax.sharding.PartitionSpec("pair")
     options = dict(mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec())
     total, count = jax.shard_map(sums, **options)(cross_entropy(p, b), b["mask"])

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from _models import changed
 from _steps import WORDS as PRECISIONS
 from _steps import mapped, raised
+from examples.sharded import make_mesh
 from flax_amp import (
     AmpOptimizer,
     AmpTrainState,
@@ -256,9 +257,7 @@ def test_the_average_is_that_of_the_whole_batch(dtype, kind, accum_steps, device
     """Also if some parts have no tokens: their loss is 0/0, and counts nothing."""
     mesh = None
     if devices > 1:
-        auto = (jax.sharding.AxisType.Auto,)
-        some = jax.devices()[:devices]
-        mesh = jax.make_mesh((devices,), ("data",), devices=some, axis_types=auto)
+        mesh = make_mesh(data=devices)
     rows = make_rows()
     options = dict(accum_steps=accum_steps, redo_on_nan=1, metrics_fn=gradients)
     if mesh:
@@ -292,14 +291,48 @@ def test_variables_over_devices_of_other_weights(empty):
         return model.w[...] * rows.mean(), {"weight": jnp.isfinite(rows).sum()}
 
     state = AmpTrainState.create(model=Counts(), tx=optax.sgd(0.1))
-    devices, auto = jax.devices()[:2], (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((2,), ("data",), devices=devices, axis_types=auto)
+    mesh = make_mesh(data=2)
     step = make_train_step(loss_fn, has_aux=True, axis_name="data", jit=False)
     rows = jnp.full(4, 2.0).at[2 * empty : 2 * empty + 2].set(jnp.nan)
     new, metrics = mapped(step, mesh)(state, rows)
     assert metrics["grads_finite"] and metrics["loss"] == 2
     assert new.variables["mean"].dtype == jnp.bfloat16
     assert new.variables["mean"] == 2 and new.variables["left"] == 4
+
+
+class Noisy(nnx.Module):
+    """Its random streams are among the variables, with typed keys."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.dropout(self.linear(x))
+
+
+@pytest.mark.parametrize("over", ["micro-batches", "devices", "both"])
+def test_random_streams_of_parts_without_examples(over):
+    """A part of weight 0 leaves its stream as it was; the other one draws once."""
+
+    def loss_fn(model, rows):
+        count = rows["mask"].sum()
+        losses = (model(rows["x"]) ** 2).sum(1)
+        return (losses * rows["mask"]).sum() / count, {"weight": count}
+
+    options = {"accum_steps": 1 if over == "devices" else 2}
+    if over != "micro-batches":
+        options |= dict(axis_name="data", jit=False)
+    step = make_train_step(loss_fn, has_aux=True, **options)
+    if over != "micro-batches":
+        mesh = make_mesh(data=2)
+        step = mapped(step, mesh)
+    rows = {"x": jnp.ones((8, 4)), "mask": jnp.float32([0, 0, 0, 0, 1, 0, 1, 0])}
+    state = AmpTrainState.create(model=Noisy(), tx=optax.sgd(0.1))
+    count = int(state.variables["dropout"]["rngs"]["count"])
+    new, metrics = step(state, rows)
+    assert metrics["grads_finite"] and metrics["weight"] == 2
+    assert new.variables["dropout"]["rngs"]["count"] == count + 1
 
 
 WAYS = {

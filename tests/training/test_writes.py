@@ -11,10 +11,10 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from _steps import arrays, mapped, raised
+from examples.sharded import make_mesh
 from flax_amp import (
     AmpOptimizer,
     AmpTrainState,
@@ -145,9 +145,7 @@ def on_state(loss, x, precision="32-true", scaler=None, mesh=None, **options):
 
 def pair():
     """Two devices, whose mean is exact."""
-    devices = jax.devices()[:2]
-    auto = (AxisType.Auto,)
-    return jax.make_mesh((2,), ("data",), devices=devices, axis_types=auto)
+    return make_mesh(data=2)
 
 
 # way -> what the step is given, and the parts that plain NNX sees
