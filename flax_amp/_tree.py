@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import primitives
 
 PyTree = Any
 Kind = type | tuple[type, ...]
@@ -87,6 +88,17 @@ def strong_copy(leaf: Any) -> Any:
         return leaf
     array = jnp.asarray(leaf)
     return jnp.array(array, dtype=array.dtype, copy=True)
+
+
+def with_weak_type(x: jax.Array, is_weak: bool) -> jax.Array:
+    """Returns an array with or without a weak type; JAX has no public cast for it.
+
+    Arrays with a weak type promote as Python numbers do.
+    """
+    if getattr(jax.typeof(x), "weak_type", False) == is_weak:
+        return x
+    convert = primitives.convert_element_type_p
+    return convert.bind(x, new_dtype=x.dtype, weak_type=is_weak, sharding=None)
 
 
 def all_finite(tree: PyTree) -> jax.Array:

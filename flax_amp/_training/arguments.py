@@ -1,9 +1,6 @@
 """What users pass, checked where JAX, Flax and optax have no clear error for it."""
 
-import contextlib
-import inspect
-import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,6 +8,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from flax_amp import _tree
+from flax_amp._checks import check_count, check_type, describe, first_of
 from flax_amp._rewriter.transform import is_rewritten
 from flax_amp._training import AxisName, PyTree, UserFn
 from flax_amp.policy import Policy, PolicyEntries, Precision, long_word
@@ -76,27 +74,10 @@ def check_options(given: Options) -> Options:
     )
 
 
-def check_type(value: object, types: Any, name: str, expected: str) -> None:
-    """Raises a TypeError unless `isinstance(value, types)`."""
-    if not isinstance(value, types):
-        raise TypeError(f"{name} is {describe(value)}; expected {expected}")
-
-
 def check_flags(caller: str, **flags: Any) -> None:
     """Raises a TypeError unless these arguments are True or False."""
     for name, value in flags.items():
         check_type(value, bool | np.bool_, f"{caller}: {name}", "True or False.")
-
-
-def check_count(value: Any, seen: str, what: str, least: int = 1) -> int:
-    """Returns a count as an int; `seen` and `what` are for the message otherwise."""
-    # jaxamp annotates `redo_on_nan` as a bool, which is an integer.
-    with contextlib.suppress(TypeError):
-        if (count := operator.index(value)) >= least:
-            return count
-    raise ValueError(
-        f"{seen}; expected an integer of at least {least}, the number {what}."
-    )
 
 
 def check_params(params: PyTree, caller: str, *, may_be_half: bool = False) -> None:
@@ -130,17 +111,6 @@ def check_selection(params: PyTree, wrt: Any, caller: str) -> None:
         )
 
 
-def declared_keywords(fn: UserFn) -> list[str]:
-    """Returns `state` and `rngs`, as far as `fn` declares them.
-
-    A default other than `None` counts as bound, as `functools.partial` binds it.
-    """
-    declared = inspect.signature(fn).parameters
-    found = [declared[name] for name in ("state", "rngs") if name in declared]
-    unbound = (None, inspect.Parameter.empty)
-    return [p.name for p in found if any(p.default is x for x in unbound)]
-
-
 def first_foreign(tree: PyTree, name: str) -> str:
     """Returns the path and the type of the first leaf that is neither array nor number.
 
@@ -159,23 +129,6 @@ def check_leaves(tree: PyTree, caller: str, name: str) -> None:
             f"{caller}: {foreign}; expected arrays and numbers: a compiled step "
             "returns nothing else. Leave it out."
         )
-
-
-# Values in messages
-
-
-def first_of(items: Sequence[str], count: int = 3, separator: str = ", ") -> str:
-    """Returns the first items as text, and how many more there are."""
-    more = f" and {len(items) - count} more" if len(items) > count else ""
-    return separator.join(items[:count]) + more
-
-
-def describe(value: Any) -> str:
-    """Returns dtype and shape of a number or an array; the type of all else."""
-    if _tree.is_numeric(value):
-        return f"{jnp.result_type(value)}{list(jnp.shape(value))}"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeio' else 'a'} {name}"
 
 
 def differences(old: PyTree, new: PyTree, key: Callable[[Any], Any]) -> list[str]:

@@ -12,14 +12,12 @@ import jax.numpy as jnp
 import optax
 
 from flax_amp import _tree
-from flax_amp._compat import with_weak_type
+from flax_amp._checks import check_type, describe
 from flax_amp._training import Array, Metrics, PyTree
 from flax_amp._training.arguments import (
     Options,
     check_leaves,
     check_params,
-    check_type,
-    describe,
     differences,
 )
 from flax_amp._training.loss import LossOutput, fold_in, merge_metrics
@@ -69,7 +67,7 @@ def run_step(
 
     def run(scaler: Scaler) -> Judged:
         result = run_passes(options, loss_fn, inputs, batch, args, scaler)
-        return judge(result, params, state.variables)
+        return judge_pass(result, params, state.variables)
 
     scaler = check_scaler(state.scaler, "train_step: the scaler")
     scaler, judged = run_with_retries(run, scaler, options.redo_on_nan)
@@ -116,7 +114,7 @@ def _update(
         )
 
 
-def judge(result: PassResult, params: PyTree, variables: PyTree) -> Judged:
+def judge_pass(result: PassResult, params: PyTree, variables: PyTree) -> Judged:
     """Decides whether a pass is finite; parameters and variables are as before it."""
     # It costs nothing, because the metrics need it anyway, and it overflows where the
     # squares of an optimizer would.
@@ -174,7 +172,7 @@ def _select(is_kept: Array, new: PyTree, old: PyTree) -> PyTree:
             return old
         # With another type than before, the next step would be traced again.
         is_weak = getattr(jax.typeof(old), "weak_type", False)
-        return with_weak_type(jnp.where(is_kept, new, old), is_weak)
+        return _tree.with_weak_type(jnp.where(is_kept, new, old), is_weak)
 
     return jax.tree.map(select, new, old)
 

@@ -1,5 +1,6 @@
 """The user's loss, of Linen or NNX, as a function of arrays, and what it returns."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from flax import core, nnx
 
 from flax_amp import _tree
+from flax_amp._checks import describe
 from flax_amp._rewriter.nnx_bridge import watch_changes
 from flax_amp._rewriter.nnx_scopes import module_scopes
 from flax_amp._rewriter.transform import (
@@ -17,13 +19,7 @@ from flax_amp._rewriter.transform import (
     rewritten,
 )
 from flax_amp._training import Array, Metrics, PyTree, UserFn
-from flax_amp._training.arguments import (
-    Options,
-    check_leaves,
-    declared_keywords,
-    describe,
-    differences,
-)
+from flax_amp._training.arguments import Options, check_leaves, differences
 from flax_amp._training.train_state import AmpTrainState, split_model
 from flax_amp.policy import Policy, read_options
 
@@ -142,6 +138,17 @@ def call_user_fn(
             "with AmpTrainState.create(rngs=...), and return measurements in aux."
         )
     return target, out
+
+
+def declared_keywords(fn: UserFn) -> list[str]:
+    """Returns `state` and `rngs`, as far as `fn` declares them.
+
+    A default other than `None` counts as bound, as `functools.partial` binds it.
+    """
+    declared = inspect.signature(fn).parameters
+    found = [declared[name] for name in ("state", "rngs") if name in declared]
+    unbound = (None, inspect.Parameter.empty)
+    return [p.name for p in found if any(p.default is x for x in unbound)]
 
 
 # What a loss returns

@@ -11,14 +11,10 @@ from typing import Any, Self
 
 from flax import nnx, struct
 
+from flax_amp._checks import check_type
 from flax_amp._rewriter.transform import rewritten
 from flax_amp._training import AxisName, Metrics, PyTree, UserFn
-from flax_amp._training.arguments import (
-    Options,
-    check_flags,
-    check_options,
-    check_type,
-)
+from flax_amp._training.arguments import Options, check_flags, check_options
 from flax_amp._training.core import run_step
 from flax_amp._training.loss import with_name_of
 from flax_amp._training.optimizer import AmpOptimizer

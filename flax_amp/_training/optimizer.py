@@ -15,8 +15,9 @@ from flax.nnx.training.optimizer import OptState
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from flax_amp import _tree
+from flax_amp._checks import describe
 from flax_amp._training import Array, PyTree
-from flax_amp._training.arguments import check_selection, describe
+from flax_amp._training.arguments import check_selection
 from flax_amp._training.scaler import check_scaler, first_scaler
 from flax_amp.optim import _small_state as small
 from flax_amp.optim._extra_args import taking_any

@@ -9,8 +9,8 @@ import optax
 from flax import nnx
 
 from flax_amp import _tree
+from flax_amp._checks import check_type, first_of
 from flax_amp._training import PyTree
-from flax_amp._training.arguments import check_type, first_of
 from flax_amp._training.scaler import LOWEST
 from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState

@@ -7,8 +7,8 @@ from typing import Any
 from flax import nnx
 
 from flax_amp import _tree
+from flax_amp._checks import check_count, check_type, describe
 from flax_amp._training import AxisName, PyTree, UserFn
-from flax_amp._training.arguments import check_count, check_type, describe
 from flax_amp._training.core import Judged, run_with_retries
 from flax_amp._training.loss import LossOutput, split_aux
 from flax_amp._training.passes import average_over_devices, cast_like, run_pass

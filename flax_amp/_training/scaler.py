@@ -19,8 +19,8 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from flax_amp import _tree
+from flax_amp._checks import describe
 from flax_amp._training import Array, PyTree
-from flax_amp._training.arguments import describe
 from flax_amp.policy import Precision, read_precision
 
 Scaler = dict[str, Array]

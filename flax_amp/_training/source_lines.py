@@ -7,7 +7,7 @@ from typing import NamedTuple
 import flax
 import optax
 
-from flax_amp import _compat
+from flax_amp import _source
 from flax_amp._compat import Eqn
 
 # Lines of these packages count only where no line of the user is known.
@@ -30,7 +30,7 @@ class SourceLine(NamedTuple):
 
 def line_of(eqn: Eqn) -> SourceLine | None:
     """Returns the innermost line of the user, or else of Flax or optax."""
-    frames = list(_compat.user_frames(eqn))
+    frames = list(_source.user_frames(eqn))
     of_user = (frame for frame in frames if not frame[0].startswith(_LIBRARIES))
     found = next(of_user, next(iter(frames), None))
     return None if found is None else SourceLine(*found)

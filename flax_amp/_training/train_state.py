@@ -11,8 +11,9 @@ from flax.training import train_state
 from jax.typing import DTypeLike
 
 from flax_amp import _tree
+from flax_amp._checks import check_type
 from flax_amp._training import Array, PyTree
-from flax_amp._training.arguments import check_params, check_selection, check_type
+from flax_amp._training.arguments import check_params, check_selection
 from flax_amp._training.optimizer import (
     collect_hyperparams,
     replace_hyperparams,

@@ -9,14 +9,10 @@ import jax
 from flax import nnx
 
 from flax_amp import _tree
+from flax_amp._checks import check_type
 from flax_amp._rewriter.transform import rewritten
 from flax_amp._training import AxisName, Metrics, PyTree, UserFn
-from flax_amp._training.arguments import (
-    Options,
-    check_flags,
-    check_options,
-    check_type,
-)
+from flax_amp._training.arguments import Options, check_flags, check_options
 from flax_amp._training.core import run_step
 from flax_amp._training.loss import call_user_fn, fold_in, in_precision
 from flax_amp._training.scaler import check_scaled

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from etils import epath
 
-from flax_amp._training.arguments import first_of
+from flax_amp._checks import first_of
 
 NAME = "flax_amp_checksums.json"
 ITEM = "default"  # CheckpointManager saves under this name what is not given another

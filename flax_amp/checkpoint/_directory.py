@@ -18,7 +18,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from flax_amp._training.arguments import check_type
+from flax_amp._checks import check_type
 
 try:
     import fcntl

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from flax_amp import _tree
-from flax_amp._training.arguments import check_type
+from flax_amp._checks import check_type
 from flax_amp._training.scaler import HIGHEST, LOWEST
 from flax_amp.checkpoint import _steps, _trees
 from flax_amp.checkpoint._directory import finish_saving

@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flax_amp import _tree
-from flax_amp._training.arguments import check_count
+from flax_amp._checks import check_count
 from flax_amp._training.step_call import check_not_deleted
 from flax_amp.checkpoint import _steps, _trees
 from flax_amp.checkpoint._damage import CheckpointWarning

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from flax_amp._training.arguments import check_count
+from flax_amp._checks import check_count
 from flax_amp.checkpoint import _damage, _trees
 from flax_amp.checkpoint._damage import (
     ITEM,

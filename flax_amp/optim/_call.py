@@ -11,7 +11,6 @@ import numpy as np
 from flax import serialization
 
 from flax_amp import _tree
-from flax_amp._compat import with_weak_type
 
 PyTree = Any
 
@@ -260,7 +259,7 @@ def _as_argument(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf.item()
     is_default = leaf.dtype == jax.dtypes.canonicalize_dtype(float)
-    return with_weak_type(leaf, True) if is_default else leaf
+    return _tree.with_weak_type(leaf, True) if is_default else leaf
 
 
 def _match_arrays(old: PyTree, new: PyTree) -> PyTree:

@@ -14,9 +14,7 @@ models skip such steps: the `SkipStepOptimizer` of OLMo-core does it in PyTorch,
   Rules with logarithms or medians that skip as few of them miss more real spikes.
 """
 
-import contextlib
 import dataclasses
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -26,6 +24,7 @@ import numpy as np
 import optax
 
 from flax_amp import _tree
+from flax_amp._checks import check_count
 from flax_amp.optim._call import is_number
 from flax_amp.optim._extra_args import taking_any
 from flax_amp.optim._optimizer import Optimizer, check_optimizer
@@ -164,10 +163,11 @@ def skip_spikes(
     check_optimizer(tx, name)
     if not _may_be_a_factor(factor):
         raise ValueError(f"{name}: {factor=}; expected a number above 0, such as 20.0.")
-    window = _checked_integer(window, f"{name}: {window=}", 2 * FEWEST)
+    window = check_count(window, f"{name}: {window=}", least=2 * FEWEST)
     if warmup is None:
         warmup = window // 2
-    warmup = _checked_integer(warmup, f"{name}: {warmup=}", FEWEST, window)
+    seen = f"{name}: {warmup=}"
+    warmup = check_count(warmup, seen, least=FEWEST, most=window)
     if isinstance(tx, Optimizer):
         options: dict[str, Any] = dict(factor=factor, window=window, warmup=warmup)
         wrapped = Optimizer(skip_spikes, tx, **options)
@@ -183,16 +183,6 @@ def _may_be_a_factor(factor: Any) -> bool:
     if isinstance(factor, jax.core.Tracer):
         return True
     return is_number(factor) and bool(np.all(np.asarray(factor) > 0))
-
-
-def _checked_integer(value: Any, seen: str, least: int, most: int | None = None) -> int:
-    """Returns an integer argument, or raises; `seen` is for the message."""
-    with contextlib.suppress(TypeError):
-        count = operator.index(value)
-        if least <= count and (most is None or count <= most):
-            return count
-    range_ = f"of at least {least}" if most is None else f"from {least} to {most}"
-    raise ValueError(f"{seen}; expected an integer {range_}.")
 
 
 def _judged_values(updates: PyTree, extra: Mapping[str, Any]) -> dict[str, Array]:
