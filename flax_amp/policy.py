@@ -28,7 +28,7 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Arrays, DType, Eqn, Params
+from flax_amp._compat import Array, Arrays, DType, Params
 from flax_amp._scope_paths import paths, pattern
 
 BindArguments = tuple[Arrays, Params]  # what a primitive is bound to
@@ -87,6 +87,31 @@ def use_original_precision(
     del compute_dtype
     pairs = zip(invars, original_dtypes, strict=True)
     return [_cast(x, dtype) for x, dtype in pairs], bind_params
+
+
+def use_float32_result(
+    compute_dtype: DTypeLike,
+    original_dtypes: Sequence[DType],
+    *invars: Array,
+    **bind_params: Any,
+) -> BindArguments:
+    """Runs a matmul in the compute dtype, and keeps its float32 sum as the result.
+
+    As the value of a matmul primitive or of a scope, for logits, distances and scores
+    that are ranked, compared, or read by a loss: a rounded result makes equals of
+    neighbors. The matmuls of its derivative give half precision. Everything in a scope
+    that is no matmul follows the rule of `amp`.
+
+    Arguments and result as in `use_compute_precision`.
+
+    Example:
+      >>> import flax_amp
+      >>> policy = flax_amp.default_amp_policy | {
+      ...     "*/nearest": flax_amp.use_float32_result}
+    """
+    arguments = compute_dtype, original_dtypes
+    invars_in_half, params = use_compute_precision(*arguments, *invars, **bind_params)
+    return invars_in_half, params | {"preferred_element_type": jnp.dtype(jnp.float32)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,33 +298,6 @@ class Decision:
         return self.origin is not Origin.DEFAULT
 
 
-def call_precision_function(
-    eqn: Eqn, decision: Decision, compute_dtype: DType, operands: Arrays
-) -> tuple[Arrays, list[Array]]:
-    """Binds an equation to what a user's function gives; an error says which one.
-
-    It returns what the equation is bound to, and its results.
-    """
-    function: Any = decision.function
-    dtypes = [v.aval.dtype for v in eqn.invars]
-    try:
-        invars, params = function(compute_dtype, dtypes, *operands, **eqn.params)
-        outs = _compat.bind(eqn, invars, params)
-        shapes, expected = [x.shape for x in outs], [v.aval.shape for v in eqn.outvars]
-        # The message of JAX would blame the next equation.
-        if shapes != expected:
-            raise ValueError(f"results of shapes {shapes}; expected {expected}")
-    except Exception as error:
-        error.add_note(
-            f"amp_policy: in the precision function of key {decision.key!r}, called "
-            f"for {eqn.primitive.name}. Expected `def f(compute_dtype, "
-            "original_dtypes, *invars, **bind_params): return invars, bind_params`, "
-            "with operands of the same shapes."
-        )
-        raise
-    return invars, outs
-
-
 class Policy:
     """A checked policy dict, ready to be looked up equation by equation."""
 
@@ -327,8 +325,8 @@ class Policy:
         self.fp8_recipes = {fn for fn in functions.values() if isinstance(fn, use_fp8)}
         # Whether the policy can change a program whose compute dtype is float32: a
         # function of the user's may cast to any dtype.
-        mine = [use_compute_precision, use_original_precision, InDtype(jnp.float32)]
-        mine += self.fp8_recipes
+        mine: list[Any] = [use_compute_precision, use_original_precision]
+        mine += [use_float32_result, InDtype(jnp.float32), *self.fp8_recipes]
         self.may_leave_float32 = any(fn not in mine for fn in functions.values())
 
     def decide(self, primitive: Primitive, scopes: tuple[str, ...]) -> Decision:

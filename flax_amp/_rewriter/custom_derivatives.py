@@ -11,7 +11,8 @@ more.
       bwd=rule                          bwd=rule, traced for f32, rewritten
     ] x                               ] x:bf16
 
-Calls whose rules see more than arrays stay as they are written (`roles.py`).
+Calls whose rules see more than arrays stay as they are written (`roles.py`). What a
+rule stores is the user's choice: in a rule, nothing is computed again.
 """
 
 import dataclasses
@@ -24,13 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from flax_amp import _compat
+from flax_amp import _compat, _jaxprs
 from flax_amp._compat import Array, Arrays, Eqn, Jaxpr, Var
 from flax_amp._rewriter.emit import Emitter
-from flax_amp._rewriter.flow import Flags, Outside
+from flax_amp._rewriter.flow import Flags
+from flax_amp._rewriter.origins import Origin
 from flax_amp._rewriter.primitives import bodies
 from flax_amp._rewriter.roles import Context
-from flax_amp._tree import fill, pick, split_list
+from flax_amp._rewriter.rule import Outside
+from flax_amp._tree import fill, is_array, pick, split_list
 
 
 def custom_jvp(
@@ -98,7 +101,7 @@ class _Call:
 
     def __call__(self, *operands: Array) -> tuple[Array, ...]:
         operands = operands[len(self.captured) :]
-        return tuple(_compat.evaluate(self.body, operands))
+        return tuple(_jaxprs.evaluate(self.body, operands))
 
     @property
     def is_closure(self) -> bool:
@@ -139,7 +142,7 @@ class _Call:
     def structs(self, operands: Arrays) -> list[jax.ShapeDtypeStruct]:
         """Returns the types of operands, in the dtypes of the original program."""
         return [
-            _compat.struct_of(jax.typeof(x), v.aval.dtype)
+            _jaxprs.struct_of(jax.typeof(x), v.aval.dtype)
             for x, v in zip(operands, self.eqn.invars, strict=True)
         ]
 
@@ -147,14 +150,11 @@ class _Call:
         """Evaluates a traced function of the rule."""
         jaxpr, consts = _compat.hoist_consts(closed)
         operands = [*map(self._value_of, consts), *operands]
-        count = len(jaxpr.invars)
-        known = Outside.in_float32(self.context, len(jaxpr.outvars), (False,) * count)
-        known = known._replace(after_matmul=(True,) * count)
-        return self.emitter.emit(jaxpr, operands, known)
+        return _emitted(self.emitter, self.context, jaxpr, operands)
 
     def _value_of(self, const: Any) -> Any:
         """Returns what a dead tracer stands for, and any other constant as it is."""
-        atom = _compat.atom_of(const)
+        atom = _jaxprs.atom_of(const)
         if isinstance(atom, np.ndarray):
             return atom
         if atom in self.differentiated:
@@ -167,6 +167,16 @@ class _Call:
         return arrays.get(atom, const)
 
 
+def _emitted(
+    emitter: Emitter, context: Context, jaxpr: Jaxpr, operands: Arrays
+) -> list[Array]:
+    """Evaluates an open jaxpr of a rule, whose operands may come after a matmul."""
+    origins = [Origin(after_matmul=True)] * len(jaxpr.invars)
+    halves = emitter.halves_of(operands, jaxpr.invars)
+    known = Outside.in_float32(context, len(jaxpr.outvars), origins, halves)
+    return emitter.emit(jaxpr, operands, known)
+
+
 def _trace(function: Any, *structs: Any) -> tuple[Jaxpr, Any]:
     """Returns the jaxpr of a function of a rule, and its results as shapes."""
     # The lines of the user's rule, not the line where the function is called.
@@ -174,6 +184,7 @@ def _trace(function: Any, *structs: Any) -> tuple[Jaxpr, Any]:
         return jax.make_jaxpr(function, return_shape=True)(*structs)
 
 
+@_compat.ordinary_primitives()
 def _emit_jvp(call: _Call, primals: Arrays, tangents: Arrays) -> Any:
     """Returns results and their tangents: `lambda x dx. jvp(f, x, dx)`, rewritten."""
     perturbed = [not isinstance(t, SymbolicZero) for t in tangents]
@@ -201,6 +212,7 @@ def _instantiated(x: Any) -> Any:
     return jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
 
 
+@_compat.ordinary_primitives()
 def _emit_forward(call: _Call, symbolic: bool, *given: Any) -> Any:
     """Returns the results, and the backward function as a pytree of residuals.
 
@@ -231,6 +243,7 @@ def _emit_forward(call: _Call, symbolic: bool, *given: Any) -> Any:
     return tuple(cast), jax.tree_util.Partial(backward, list(stored), list(call.arrays))
 
 
+@_compat.ordinary_primitives()
 def _emit_backward(
     call: _Call,
     treedef: Any,
@@ -258,3 +271,45 @@ def _emit_backward(
     cast = call.emitter.cast_as(grads, variables, halves)
     grads = fill(cast, call.mask, [None] * len(call.mask))
     return (*[None] * len(call.captured), *grads)
+
+
+# --- tangents of a custom_vjp --------------------------------------------------------
+
+
+def custom_lin(
+    emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+) -> Arrays:
+    """The tangents of a `custom_vjp`, in a rule that calls `jax.jvp` of it.
+
+    Their transpose calls the user's backward function, which is rewritten then.
+    """
+    emitter = emitter.replace(recompute=False)
+    bwd = _compat.wrap_rule(
+        eqn.params["bwd"], _emit_transpose, emitter, outside.context
+    )
+    operands = emitter.cast_as(operands, eqn.invars, (False,) * len(operands))
+    return _compat.bind(eqn, operands, eqn.params | {"bwd": bwd})
+
+
+@_compat.ordinary_primitives()
+def _emit_transpose(
+    function: Callable[..., Any], emitter: Emitter, context: Context, *operands: Any
+) -> Any:
+    """Returns what a backward function gives, rewritten; all its floats are float32."""
+    is_traced = list(map(is_array, operands))  # and no symbolic zero
+    arrays = pick(operands, is_traced)
+    treedef: Any = None
+    static: list[Any] = []
+
+    def of_arrays(*arrays: Array) -> Arrays:
+        nonlocal treedef, static
+        leaves, treedef = jax.tree.flatten(function(*fill(arrays, is_traced, operands)))
+        static = [None if is_array(x) else x for x in leaves]
+        return [x for x in leaves if is_array(x)]
+
+    closed, _ = _trace(of_arrays, *arrays)
+    jaxpr, consts = _compat.hoist_consts(closed)
+    outs = _emitted(emitter, context, jaxpr, [*consts, *arrays])
+    cast = emitter.cast_as(outs, jaxpr.outvars, (False,) * len(outs))
+    is_found = [x is None for x in static]
+    return jax.tree.unflatten(treedef, fill(cast, is_found, static))

@@ -13,31 +13,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
-from flax_amp import _compat
+from flax_amp import _compat, _jaxprs, _source
 from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Jaxpr, Var
-from flax_amp._rewriter.casts import cast_number, down, spread, up
-from flax_amp._rewriter.flow import HALF_ROLES, Node, Outside, Read, among
+from flax_amp._rewriter.casts import cast_number, copies, down, spread, up
+from flax_amp._rewriter.flow import Flags, Node, Read
 from flax_amp._rewriter.fp8 import fp8_dot, fp8_matmul
-from flax_amp._rewriter.plan import Piece, Plan, Planner
-from flax_amp._rewriter.primitives import (
-    Kind,
-    Trait,
-    has,
-    is_float32,
-    is_relu,
-    is_same_dtype,
-    literal,
-    repeats,
-)
-from flax_amp._rewriter.roles import Choice
+from flax_amp._rewriter.memory import Memory, Piece, memory_of
+from flax_amp._rewriter.primitives import Kind, is_float32, is_same_dtype, traits_of
+from flax_amp._rewriter.roles import Choice, call_precision_function
+from flax_amp._rewriter.rule import Form, Outside, Plan, Planner, Way
 from flax_amp._rewriter.stored import NOWHERE, is_saved, mark_stored
 from flax_amp._tree import split_list
-from flax_amp.policy import call_precision_function, use_fp8, with_result_dtype
+from flax_amp.policy import use_fp8, with_result_dtype
 
-# What is told of each equation of the user's program as it is emitted, with those in
-# whose bodies it stands: `record(eqn, around, operands, results, choice)`.
+_IN_FP8 = "in fp8"
+
+# From so many readers on, a half is copied for them. With three, as queries, keys and
+# values are, the sum of their cotangents is no longer a part of the matmuls on a GPU: a
+# ViT-S/16 on an H200 reads and writes 24.99 GB, and 24.51 so.
+_MANY = 4
+# The hook of `debug/`, called once for each equation of the user's program, with the
+# equations around it: `record(eqn, around, operands, results, choice)`.
 Record = Callable[[Eqn, tuple[Eqn, ...], Arrays, Arrays, Choice], None]
 
 
@@ -48,9 +47,6 @@ class Emitter:
 
     planner: Planner
     half: DType  # of matmuls
-    # By the primitive of an equation with matmuls in its bodies: what emits it, as
-    # `emit_bodies[...](emitter, eqn, operands, outside)`.
-    emit_bodies: dict[str, Callable[..., Arrays]]
     recompute: bool  # whether the backward pass computes regions again
     in_loop: bool = False  # whether the equations run again and again
     record: Record | None = None  # is told of each equation
@@ -66,26 +62,43 @@ class Emitter:
     def emit(self, closed: Jaxpr, operands: Arrays, outside: Outside) -> list[Array]:
         """Evaluates a jaxpr; returns its results.
 
-        What is float32 in the jaxpr may be half among operands and results.
+        What is float32 in the jaxpr may be half among operands and results, as the plan
+        for `outside` says.
         """
-        plan = self.planner.plan(closed, outside)
+        plan, memory = self.planned(closed, outside)
         program = plan.flow.program
         known = program.consts | dict(zip(program.invars, operands, strict=True))
-        run = _Run(self, plan, False, {Read(v, False): x for v, x in known.items()})
-        for piece in plan.pieces:
+        arrays = {Read(v, False): x for v, x in known.items()}
+        run = _Run(self, plan, memory, False, arrays)
+        for piece in memory.pieces:
+            # A piece takes each once; an equation that stands apart, each operand.
+            is_apart = piece.is_apart
+            run.readers.update(plan.readings(piece.nodes) if is_apart else piece.ins)
+        run.readers.update(read for read in plan.results if read is not None)
+        for piece in memory.pieces:
             if piece.is_apart:
                 run.equation(piece.nodes[0])
             else:
-                self._piece(piece, plan, run)
+                self._piece(piece, run)
         return [
-            v.val if read is None else run.arrays[read]
+            v.val if read is None else run.take(read)
             for v, read in zip(program.outvars, plan.results, strict=True)
         ]
+
+    def planned(self, closed: Jaxpr, outside: Outside) -> tuple[Plan, Memory]:
+        """Returns the plan of a jaxpr, and what is stored of it."""
+        plan = self.planner.plan(closed, outside)
+        key = "memory", id(plan)
+        if key not in self.cache:
+            self.cache[key] = memory_of(plan)
+        return plan, self.cache[key]
 
     def rewrite_body(self, closed: Jaxpr, operands: Arrays, outside: Outside) -> Jaxpr:
         """Returns the rewritten closed jaxpr for operands of these types.
 
-        A block that is called 24 times is rewritten once, and JAX lowers it once.
+        A block that is called 24 times is rewritten once, and JAX lowers it once. Equal
+        layers that are written out are not made calls of one body: that saves 1.2 s of
+        tracing at 24 layers, which `nn.scan` does for the user.
         """
         types = tuple(map(jax.typeof, operands))
         key = (closed, outside, types, self.in_loop, self.recompute)
@@ -95,23 +108,32 @@ class Emitter:
             self.cache[key] = jax.make_jaxpr(function)(list(operands))
         return self.cache[key]
 
-    def _piece(self, piece: Piece, plan: Plan, run: "_Run") -> None:
+    def _piece(self, piece: Piece, run: "_Run") -> None:
         """Emits the equations of a piece under one `jax.checkpoint`."""
 
         def emit(*arrays: Array) -> list[Array]:
             known = dict(zip(piece.ins, arrays, strict=True))
-            inner = _Run(self, plan, self.recompute, known)
+            inner = _Run(self, run.plan, run.memory, self.recompute, known)
+            inner.readers.update(run.plan.readings(piece.nodes))
+            inner.readers.update(piece.outs)
             for node in piece.nodes:
                 inner.equation(node)
-            return [inner.arrays[read] for read in piece.outs]
+            return list(map(inner.take, piece.outs))
 
         function = emit
         if self.recompute:
             function = jax.checkpoint(emit, policy=is_saved, prevent_cse=False)
-        arrays = [run.arrays[read] for read in piece.ins]
-        with _compat.source_line(piece.nodes[-1].eqn):
+        arrays = list(map(run.take, piece.ins))
+        with _source.restored_line(piece.nodes[-1].eqn):
             outs = function(*arrays)
         run.arrays.update(zip(piece.outs, outs, strict=True))
+
+    def halves_of(self, arrays: Arrays, variables: Sequence[Atom]) -> Flags:
+        """Returns which arrays are half, of those whose variables are float32."""
+        pairs = zip(arrays, variables, strict=True)
+        return tuple(
+            is_float32(v) and jnp.result_type(x) == self.half for x, v in pairs
+        )
 
     def cast_as(
         self, arrays: Arrays, variables: Sequence[Atom], halves: Sequence[bool]
@@ -133,159 +155,180 @@ class _Run:
 
     emitter: Emitter
     plan: Plan
+    memory: Memory
     recompute: bool  # whether `jax.checkpoint` holds the equations
     arrays: dict[Read, Array]  # what has been computed
+    # How often each is read. What a region casts up is read once.
+    readers: Counter[Read] = dataclasses.field(default_factory=Counter)
+    copies: dict[Read, list[Array]] = dataclasses.field(default_factory=dict)
     # What regions have cast up, with the level of the region.
     cast_up: dict[tuple[Read, int], Array] = dataclasses.field(default_factory=dict)
 
+    def take(self, read: Read) -> Array:
+        """Returns an array for one of its readers.
+
+        The cotangents of many readers of a half add up in float32 (`casts.copies`).
+        """
+        x, count = self.arrays[read], self.readers[read]
+        if count < _MANY or not self.plan.reads_half(read):
+            return x
+        if read not in self.copies:
+            self.copies[read] = copies(x, count)
+        left = self.copies[read]
+        return left.pop() if len(left) > 1 else left[0]
+
     def equation(self, node: Node) -> None:
         """Emits an equation, and writes what it gives."""
-        eqn, plan, record = node.eqn, self.plan, self.emitter.record
-        with _compat.equation_context(eqn):
+        record = self.emitter.record
+        with _source.equation_context(node.eqn):
             # Few frames, because calls may be nested deeply.
-            emit = self._structured if node.has_matmul else self._plain
-            operands, results, reason = emit(node)
-            results = self._write(eqn, results)
+            emit = _EMIT[node.way]
+            operands, results, reason = emit(self, node)
+            results = self._write(node, results)
         if record is not None:
-            result = _what_became(node, plan, results)
-            why = node.choice._replace(reason=reason, result=result)
-            record(eqn, self.emitter.around, operands, results, why)
+            why = node.choice._replace(
+                reason=reason,
+                result=_what_became(node, self.plan, results),
+                plan=self.plan,
+                is_in_fp8=_is_in_fp8(node, reason),
+            )
+            record(node.eqn, self.emitter.around, operands, results, why)
 
-    def _plain(self, node: Node) -> tuple[Arrays, Arrays, str]:
-        """Returns what an equation is bound to, what it gives, and why."""
+    # --- ways ---
+
+    def in_half(self, node: Node) -> tuple[Arrays, Arrays, str]:
+        """Emits a matmul, a move of halves, or a sum of halves and biases."""
         eqn, (role, reason, decision, *_) = node.eqn, node.choice
-        half = self.emitter.half
         if role is Kind.MATMUL and isinstance(decision.function, use_fp8):
             in_fp8 = self._in_fp8(node)
             self.emitter.fp8[in_fp8 if isinstance(in_fp8, str) else ""] += 1
             if not isinstance(in_fp8, str):
-                operands = self._operands(node)
-                return operands, [fp8_dot(eqn, *in_fp8, half, operands)], "in fp8"
+                operands, half = self._operands(node), self.emitter.half
+                return operands, [fp8_dot(eqn, *in_fp8, half, operands)], _IN_FP8
             reason = f"not in fp8: {in_fp8}"
-        if role in HALF_ROLES:
-            operands = self._half_operands(node)
-            params = eqn.params
-            if any(map(is_float32, eqn.invars)):
-                params = with_result_dtype(params, half)
-            return operands, _compat.bind(eqn, operands, params), reason
-        if role is Kind.CALLED:
-            given = self._operands(node)
-            bound, outs = call_precision_function(eqn, decision, half, given)
-            known = (half, jnp.float32)  # A third dtype returns to float32.
-            outs = [
-                jnp.asarray(x, jnp.float32)
-                if is_float32(v) and x.dtype not in known
-                else x
-                for x, v in zip(outs, eqn.outvars, strict=True)
-            ]
-            return bound, outs, reason
-        return *self._arithmetic(node), reason
+        is_addition = role is Kind.ARITHMETIC
+        operands = self._half_operands(
+            node, eqn.outvars[0].aval.shape if is_addition else None
+        )
+        params = eqn.params
+        if any(map(is_float32, eqn.invars)):
+            params = with_result_dtype(params, self.emitter.half)
+        results = _jaxprs.bind_in_dtype(eqn, operands, params)
+        # A cast, or an iota, has its dtype among its parameters.
+        halves = [True] * len(results)
+        return operands, self.emitter.cast_as(results, eqn.outvars, halves), reason
 
-    def _structured(self, node: Node) -> tuple[Arrays, Arrays, str]:
+    def with_float32_result(self, node: Node) -> tuple[Arrays, Arrays, str]:
+        """Emits a matmul of halves that gives its float32 sum.
+
+        The matmuls of its derivative are those of a matmul that gives half precision.
+        """
+        operands = self._half_operands(node)
+        result = float32_result(node.eqn, operands, self.emitter.half)
+        return operands, [result], node.choice.reason
+
+    def spread(self, node: Node) -> tuple[Arrays, Arrays, str]:
+        """Emits a broadcast to half precision."""
+        operands, params = self._float32_operands(node), node.eqn.params
+        shape, onto = params["shape"], params["broadcast_dimensions"]
+        result = spread(operands[0], shape, onto, self.emitter.half)
+        return operands, [result], node.choice.reason
+
+    def rounded(self, node: Node) -> tuple[Arrays, Arrays, str]:
+        """Emits a move in float32, and rounds what it gives."""
+        operands, results, reason = self.in_float32(node)
+        return operands, [down(x, self.emitter.half) for x in results], reason
+
+    def in_float32(self, node: Node) -> tuple[Arrays, Arrays, str]:
+        """Emits an equation of a region."""
+        eqn, reason = node.eqn, node.choice.reason
+        if self.emitter.half == jnp.float32:
+            operands = self._operands(node)
+            return operands, _compat.bind(eqn, operands, eqn.params), reason
+        if is_same_dtype(eqn):  # from float32 to float32
+            operands = self._operands(node)
+            return operands, operands, reason
+        (v, *_) = eqn.outvars or [None]
+        if v in self.memory.relus and self._is_marked(v):
+            return *self._stored_relu(node), reason
+        operands = self._float32_operands(node)
+        return operands, _compat.bind(eqn, operands, eqn.params), reason
+
+    def called(self, node: Node) -> tuple[Arrays, Arrays, str]:
+        """Emits an equation as a user's precision function says."""
+        eqn, half = node.eqn, self.emitter.half
+        # A number of the program has no methods of an array.
+        given = [
+            x if hasattr(x, "astype") else jnp.asarray(x, v.aval.dtype)
+            for x, v in zip(self._operands(node), eqn.invars, strict=True)
+        ]
+        bound, outs = call_precision_function(eqn, node.choice.decision, half, given)
+        outs = [
+            jnp.asarray(x, jnp.float32) if self._is_other_dtype(v, x) else x
+            for x, v in zip(outs, eqn.outvars, strict=True)
+        ]
+        return bound, outs, node.choice.reason
+
+    def _is_other_dtype(self, v: Var, x: Array) -> bool:
+        """Whether a result has a third dtype, or is half and planned as float32."""
+        form = self.plan.forms.get(v)
+        if form is None:
+            return False
+        if x.dtype == self.emitter.half:
+            return not form.is_half
+        return bool(x.dtype != jnp.float32)
+
+    def bodies(self, node: Node) -> tuple[Arrays, Arrays, str]:
         """Emits an equation with matmuls in its bodies."""
-        eqn, emitter = node.eqn, self.emitter
-        assert node.uses is not None
-        arguments = among(eqn.invars, self.plan.arguments)
-        after_matmul = among(eqn.invars, self.plan.after_matmul)
-        outside = Outside(node.choice.body_context, node.uses, arguments, after_matmul)
+        eqn, emitter, plan = node.eqn, self.emitter, self.plan
+        halves = tuple(map(plan.reads_half, node.reads))
+        outside = emitter.planner.outside(node, plan.origins, halves)
         operands = self._operands(node)
         inside = emitter.replace(around=(*emitter.around, eqn))
-        emit_bodies = emitter.emit_bodies[eqn.primitive.name]
-        results = emit_bodies(inside, eqn, operands, outside)
+        results = traits_of(eqn).rewriting.emit(inside, eqn, operands, outside)
         return operands, results, node.choice.reason
 
     def _in_fp8(self, node: Node) -> tuple[use_fp8, int] | str:
         """Returns how a matmul runs in fp8, or why it does not."""
-        factors = node.eqn.invars[:2]
-        arguments = among(factors, self.plan.arguments)
-        after_matmul = among(factors, self.plan.after_matmul)
-        if self.emitter.in_loop:
-            # A factor that is no weight may come from the step before.
-            others = set(_compat.variables(factors)) - self.plan.arguments
-            after_matmul = among(factors, self.plan.after_matmul | others)
+        factors = [self.plan.origins.read(v) for v in node.eqn.invars[:2]]
+        are_arguments = [o.is_argument for o in factors]
+        # In a loop, a factor that is no weight may come from the step before.
+        are_computed = [
+            o.after_matmul or (self.emitter.in_loop and not o.is_argument)
+            for o in factors
+        ]
         is_read = node.eqn.outvars[0] in self.plan.flow.for_matmuls
         decision = node.choice.decision
-        return fp8_matmul(node.eqn, arguments, after_matmul, is_read, decision)
+        return fp8_matmul(node.eqn, are_arguments, are_computed, is_read, decision)
 
-    def _arithmetic(self, node: Node) -> tuple[Arrays, Arrays]:
-        """Emits an equation of a region."""
-        eqn, half, operands = node.eqn, self.emitter.half, self._operands(node)
-        if half == jnp.float32:
-            return operands, _compat.bind(eqn, operands, eqn.params)
-        if is_same_dtype(eqn):  # from float32 to float32
-            return operands, operands
-        if self._is_stored_relu(eqn):
-            operands = self._half_operands(node)
-            mark = functools.partial(self._mark, eqn.outvars[0])
-            return operands, [_stored_relu(operands[0], mark)]
-        stays_half = self._stays_half(node)
-        if stays_half and not repeats(eqn):
-            is_addition = node.choice.role is Kind.ARITHMETIC
-            shape = eqn.outvars[0].aval.shape if is_addition else None
-            operands = self._half_operands(node, shape)
-            return operands, _compat.bind(eqn, operands, eqn.params)
-        operands = self._float32_operands(node)
-        is_broadcast = eqn.primitive.name == "broadcast_in_dim" and len(operands) == 1
-        if stays_half and is_broadcast:
-            shape, onto = eqn.params["shape"], eqn.params["broadcast_dimensions"]
-            return operands, [spread(operands[0], shape, onto, half)]
-        results = _compat.bind(eqn, operands, eqn.params)
-        return operands, [down(x, half) for x in results] if stays_half else results
-
-    def _stays_half(self, node: Node) -> bool:
-        """Whether a move, or a sum of halves or of a half and a bias, stays in half."""
-        eqn, role, name = node.eqn, node.choice.role, node.eqn.primitive.name
-        others, has_half = self._not_half(node)
-        is_read = not self.plan.flow.for_matmuls.isdisjoint(eqn.outvars)
-        # What a gather reads is the larger array, which is not cast up for it.
-        is_kept = is_read or (name == "gather" and not repeats(eqn))
-        if not has_half or not is_kept:
-            return False
-        if role is Kind.MOVE:
-            if has(eqn, Trait.RANKS) or has(eqn, Trait.ILL_CONDITIONED):
-                return False
-            return all(self._fits(v, eqn) for v in others)
-        are_biases = all(among(others, self.plan.arguments))
-        are_biases &= all(v.aval.shape for v in others)
-        is_addition = name == "add" or (name == "add_any" and not others)
-        is_inner = self.plan.flow.for_results.isdisjoint(eqn.outvars)
-        return role is Kind.ARITHMETIC and is_addition and are_biases and is_inner
-
-    def _not_half(self, node: Node) -> tuple[list[Atom], bool]:
-        """Returns the operands that are in float32, and whether another is half."""
-        pairs = zip(node.eqn.invars, node.reads, strict=True)
-        floats = [(v, read) for v, read in pairs if is_float32(v)]
-        half = self.emitter.half
-        others = [v for v, x in floats if not (x and self.arrays[x].dtype == half)]
-        return others, len(others) < len(floats)
-
-    def _fits(self, v: Atom, eqn: Eqn) -> bool:
-        """Whether a move may read a float32 operand rounded beside one that is half."""
-        number = literal(v) if isinstance(v, Literal) else self.plan.numbers.get(v)
-        if number is None:
-            is_joined = eqn.primitive.name == "concatenate"
-            return is_joined and all(among([v], self.plan.arguments))
-        is_exact = float(cast_number(number, self.emitter.half)) == number
-        return is_exact or not has(eqn, Trait.EXACT_LITERAL)
+    def _stored_relu(self, node: Node) -> tuple[Arrays, Arrays]:
+        """Emits a relu whose derivative reads its stored result."""
+        operands = self._half_operands(node)
+        mark = functools.partial(self._mark, node.eqn.outvars[0])
+        return operands, [_stored_relu(operands[0], mark)]
 
     # --- operands ---
 
     def _operands(self, node: Node) -> list[Array]:
         """Returns the operands as they are."""
         return [
-            v.val if read is None else self.arrays[read]
+            v.val if read is None else self.take(read)
             for v, read in zip(node.eqn.invars, node.reads, strict=True)
         ]
 
     def _float32_operands(self, node: Node) -> list[Array]:
         """Returns the operands in float32; a region casts each once."""
-        operands = self._operands(node)
-        for i, read in enumerate(node.reads):
-            if read is not None and is_float32(read.v):
+        operands = []
+        for v, read in zip(node.eqn.invars, node.reads, strict=True):
+            if read is None:
+                operands.append(v.val)
+            elif not self.plan.reads_half(read):
+                operands.append(self.take(read))
+            else:
                 key = read, node.level
                 if key not in self.cast_up:
-                    self.cast_up[key] = up(operands[i], self.emitter.half)
-                operands[i] = self.cast_up[key]
+                    self.cast_up[key] = up(self.take(read), self.emitter.half)
+                operands.append(self.cast_up[key])
         return operands
 
     def _half_operands(
@@ -313,47 +356,94 @@ class _Run:
 
     # --- results ---
 
-    def _write(self, eqn: Eqn, results: Arrays) -> list[Array]:
+    def _write(self, node: Node, results: Arrays) -> list[Array]:
         """Writes the results of an equation; returns them as others read them."""
-        half, plan = self.emitter.half, self.plan
+        half, forms = self.emitter.half, self.plan.forms
         found = []
-        was_marked = self._is_stored_relu(eqn)
-        for v, x in zip(eqn.outvars, results, strict=True):
-            unrounded = x
-            if plan.is_border(v) and half != jnp.float32:
+        for v, x in zip(node.eqn.outvars, results, strict=True):
+            form = forms.get(v)
+            if v in self.plan.border:
+                if forms[v].is_both:
+                    self.arrays[Read(v, True)] = x
                 x = down(x, half)
-            x = x if was_marked else self._mark(v, x)
+            is_marked = v in self.memory.relus and self._is_marked(v)
+            x = x if is_marked else self._mark(v, x)
+            self._check(node, form, x)
             self.arrays[Read(v, False)] = x
-            if v in plan.unrounded_inside:
-                # If the result is half already, its own region reads what is stored.
-                is_half = getattr(unrounded, "dtype", None) == half
-                self.arrays[Read(v, True)] = x if is_half else unrounded
             found.append(x)
         return found
+
+    def _check(self, node: Node, form: Form | None, x: Array) -> None:
+        """Asserts that a result has the dtype of the plan."""
+        if form is None:
+            return
+        planned = self.emitter.half if form.is_half else jnp.dtype(jnp.float32)
+        assert jnp.result_type(x) == planned, (
+            f"amp: {node.eqn.primitive.name} ({node.way}) gave {jnp.result_type(x)}; "
+            f"expected {planned}, {form}. This is an error of flax_amp; please report "
+            "it with the function that it rewrote."
+        )
 
     def _mark(self, v: Var, x: Array) -> Array:
         """Returns a result, marked if the backward pass stores it."""
         if not self._is_marked(v):
             return x
-        stored = self.plan.stored[v]
+        stored = self.memory.stored[v]
         platforms = NOWHERE if self.emitter.in_loop else stored.platforms
         return mark_stored(x, platforms, stored.is_rounded)
 
     def _is_marked(self, v: Var) -> bool:
-        stored = self.plan.stored.get(v) if self.recompute else None
+        stored = self.memory.stored.get(v) if self.recompute else None
         return stored is not None and (stored.in_loops or not self.emitter.in_loop)
 
-    def _is_stored_relu(self, eqn: Eqn) -> bool:
-        """Whether an equation is a relu whose derivative can read what is stored."""
-        if not is_relu(eqn):
-            return False
-        (v,) = eqn.outvars
-        is_read = v in self.plan.flow.read_inside
-        return self.plan.is_border(v) and not is_read and self._is_marked(v)
+
+_EMIT: dict[Way, Callable[[_Run, Node], tuple[Arrays, Arrays, str]]] = {
+    Way.HALF: _Run.in_half,
+    Way.FLOAT32_RESULT: _Run.with_float32_result,
+    Way.SPREAD: _Run.spread,
+    Way.ROUNDED: _Run.rounded,
+    Way.FLOAT32: _Run.in_float32,
+    Way.CALLED: _Run.called,
+    Way.BODIES: _Run.bodies,
+}
+
+
+def float32_result(eqn: Eqn, factors: Arrays, half: DType) -> Array:
+    """Returns a matmul of halves with a float32 result.
+
+    Its tangents are those of the same matmul with a result in half precision: JAX would
+    multiply a float32 cotangent by the halves, and the backward pass run in float32.
+    """
+
+    def product(dtype: DType, *factors: Array) -> Array:
+        params = with_result_dtype(eqn.params, dtype)
+        params |= {"preferred_element_type": jnp.dtype(dtype)}
+        return _compat.bind(eqn, factors, params)[0]
+
+    @jax.custom_jvp
+    def matmul(*factors: Array) -> Array:
+        return product(jnp.dtype(jnp.float32), *factors)
+
+    @functools.partial(matmul.defjvp, symbolic_zeros=True)
+    def _(primals: Any, tangents: Any) -> Any:
+        terms = [
+            product(half, *primals[:i], t, *primals[i + 1 :])
+            for i, t in enumerate(tangents)
+            if not isinstance(t, SymbolicZero) and t.dtype == half
+        ]
+        result = matmul(*primals)
+        whole = sum(up(term, half) for term in terms)
+        return result, whole if terms else jnp.zeros_like(result)
+
+    return matmul(*factors)
 
 
 def _stored_relu(x: Array, mark: Callable[[Array], Array]) -> Array:
-    """Returns a relu whose derivative reads its stored result, and nothing else."""
+    """Returns a relu whose derivative reads its stored result, and nothing else.
+
+    JAX's derivative reads the operand. So a ResNet-50 takes 1,371 MB on an H200, and
+    1,660 MB with JAX's.
+    """
 
     @jax.custom_jvp
     def relu(x: Array) -> Array:
@@ -368,6 +458,13 @@ def _stored_relu(x: Array, mark: Callable[[Array], Array]) -> Array:
     return relu(x)
 
 
+def _is_in_fp8(node: Node, reason: str) -> bool | None:
+    """Whether a matmul runs in fp8; `None` if no key wants it to."""
+    role, _, decision, *_ = node.choice
+    is_asked = role is Kind.MATMUL and isinstance(decision.function, use_fp8)
+    return reason == _IN_FP8 if is_asked else None
+
+
 def _what_became(node: Node, plan: Plan, results: Arrays) -> str:
     """Says what became of the first result of an equation, of a scan of all."""
     eqn = node.eqn
@@ -378,10 +475,12 @@ def _what_became(node: Node, plan: Plan, results: Arrays) -> str:
             ", ".join(dict.fromkeys(x)) for x in split_list(dtypes, count)
         )
         return f"carries {carried or 'nothing'}, stacks {stacked or 'nothing'}"
-    if not eqn.outvars or not is_float32(eqn.outvars[0]):
+    form = plan.forms.get(eqn.outvars[0]) if eqn.outvars else None
+    if form is None:
         return ""
-    v, is_half = eqn.outvars[0], results[0].dtype != jnp.float32
-    if is_half and plan.is_border(v):
-        return "rounded: a matmul reads it later"
-    why = plan.why_float32.get(v)
-    return "half precision" if is_half else f"float32: {why}" if why else "float32"
+    if not form.is_half or results[0].dtype == jnp.float32:
+        # Of what runs as written, a reader asks why it does.
+        is_own = node.choice.role in (Kind.ORIGINAL, Kind.CALLED)
+        reason = node.choice.reason if is_own else form.reason
+        return f"float32: {reason}" if reason else "float32"
+    return f"rounded: {form.reason}" if form.reason else "half precision"

@@ -8,9 +8,10 @@
     z = mul y a        level 2: another region, which reads `a` rounded
 
 The level of an equation is the number of matmuls on the longest path to it. Loops,
-branches and calls without a matmul are arithmetic like any other. A call with matmuls
-is one step from level to level; the region before it goes on inside, and that of its
-last level goes on behind it.
+branches and calls without a matmul are arithmetic like any other: rounded where they
+enter a scan over 2,048 steps, decays `exp(-dt)` became one, and the loss was 32 % off.
+A call with matmuls is one step from level to level; the region before it goes on
+inside, and that of its last level goes on behind it.
 """
 
 import dataclasses
@@ -21,7 +22,8 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
-from flax_amp._compat import Atom, Eqn, Jaxpr, Var, variables
+from flax_amp._compat import Atom, Eqn, Jaxpr, Var
+from flax_amp._jaxprs import has_options, variables
 from flax_amp._rewriter.flatten import Program, flatten
 from flax_amp._rewriter.primitives import (
     Kind,
@@ -31,6 +33,7 @@ from flax_amp._rewriter.primitives import (
     inside,
     is_float32,
     kind_of,
+    traits_of,
 )
 from flax_amp._rewriter.roles import Choice, Chooser, Context
 
@@ -39,7 +42,8 @@ Flags = tuple[bool, ...]
 # These read rounded numbers, and give half precision.
 HALF_ROLES = (Kind.MATMUL, Kind.HALF)
 _CALLS = ("jit", "closed_call", "eval_jaxpr")
-# Without matmuls, these do not stand apart.
+# Without matmuls, these do not stand apart. Loops and checkpoints do: `jax.checkpoint`
+# would run them again, or lose their policy.
 _HELD = ("custom_jvp_call", "cond", *_CALLS)
 
 
@@ -48,34 +52,17 @@ class ResultUses(NamedTuple):
 
     for_matmuls: Flags  # which ones a matmul reads later
     rounded: Flags  # which of them no arithmetic of their region reads before
-    # Which are results of the program or states of a loop, as they are or moved. Others
+    # Which are results of the program or states of loops, as they are or moved. Others
     # that arithmetic reads first may be rounded sums: the stream from a `checkpoint` of
     # one layer to the next.
     for_results: Flags
-
-
-class Outside(NamedTuple):
-    """What is known of a jaxpr from outside."""
-
-    context: Context
-    uses: ResultUses
-    arguments: Flags  # which inputs are those of the whole program, moved at most
-    # Which inputs come after a matmul. In a loop these are the streams alone: what is
-    # computed from the state of a recurrence is not rounded until a matmul in the body
-    # comes between.
-    after_matmul: Flags
+    states: Flags  # which are the states of a loop
 
     @classmethod
-    def in_float32(cls, context: Context, results: int, arguments: Flags) -> "Outside":
-        """Returns what is known of a body whose results all stay float32."""
-        none = (False,) * results
-        uses = ResultUses(none, none, for_results=(True,) * results)
-        return cls(context, uses, arguments, (False,) * len(arguments))
-
-    def without(self, count: int) -> "Outside":
-        """Returns this without the first inputs."""
-        arguments, others = self.arguments[count:], self.after_matmul[count:]
-        return self._replace(arguments=arguments, after_matmul=others)
+    def in_float32(cls, count: int, are_states: bool = False) -> "ResultUses":
+        """Returns the uses of a body whose results all stay float32."""
+        none = (False,) * count
+        return cls(none, none, (True,) * count, (are_states,) * count)
 
 
 class Read(NamedTuple):
@@ -88,22 +75,29 @@ class Read(NamedTuple):
 Reads = list[Read | None]  # of an equation or of results; `None` stands for a literal
 
 
-# An equation may stand in a program twice, so nodes are keys by their identity.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """An equation of a program, and what two sweeps over the program find of it."""
+    """An equation of a program, and what the sweeps over the program find of it."""
 
     eqn: Eqn
     choice: Choice
     level: int  # the number of matmuls on the longest path to it
     has_matmul: bool  # in a body, or something else that leaves its own dtypes
-    reads: Reads = dataclasses.field(default_factory=list)  # whatever is rounded
+    reads: Reads = dataclasses.field(default_factory=list)
     uses: ResultUses | None = None  # if it has a matmul
+    way: Any = None  # a `Way` of `rule.py`: how it runs
 
     @property
     def in_region(self) -> bool:
         """Whether it is arithmetic of a region, and no step to the next level."""
         return not (self.choice.role in HALF_ROLES or self.has_matmul)
+
+
+class Levels(NamedTuple):
+    """The equations of a program with their levels, and the region of each variable."""
+
+    nodes: Sequence[Node]
+    region: dict[Var, int]
 
 
 class Flow(NamedTuple):
@@ -139,9 +133,10 @@ class FlowAnalysis:
     def has_matmul(self, eqn: Eqn, choice: Choice) -> bool:
         """Whether something in a body does not run in its own dtypes.
 
-        A rule that closes over a variable is traced here, whatever is inside.
+        A rule that closes over a variable is traced here, whatever is inside, and so is
+        the backward rule in the tangents of a `custom_vjp`.
         """
-        if "captured" in eqn.params:
+        if "captured" in eqn.params or eqn.primitive.name == "custom_lin":
             return True
         if choice.role is not Kind.STRUCTURED:
             return False
@@ -187,7 +182,7 @@ class FlowAnalysis:
         reads.
         """
         program = self.program(closed, context)
-        found, region = self._levels(program, context)
+        found, region = self.levels(closed, context)
         for_matmuls = set(flagged(program.outvars, uses.for_matmuls))
         read_inside = set(flagged(program.outvars, [not half for half in uses.rounded]))
         for_results = set(flagged(program.outvars, uses.for_results))
@@ -197,7 +192,7 @@ class FlowAnalysis:
             to_matmuls, unrounded, read, of_results = self._reading(
                 node, for_matmuls, read_inside, for_results
             )
-            # As it was before a border it reads what is of its own region.
+            # An equation reads values of its own region unrounded.
             reads: Reads = [
                 None
                 if isinstance(v, Literal)
@@ -232,9 +227,14 @@ class FlowAnalysis:
         if node.has_matmul:
             rounded = tuple(v in for_matmuls and v not in read_inside for v in outvars)
             of_results = ResultUses(
-                among(outvars, for_matmuls), rounded, among(outvars, for_results)
+                among(outvars, for_matmuls),
+                rounded,
+                among(outvars, for_results),
+                states=(False,) * len(outvars),
             )
-            to_matmuls, read = self._operand_uses(eqn, node.choice, of_results)
+            rewriting = traits_of(eqn).rewriting
+            context = node.choice.body_context
+            to_matmuls, read = rewriting.operand_uses(self, eqn, context, of_results)
             return to_matmuls, read, read, of_results
         leads = not node.in_region or not for_matmuls.isdisjoint(outvars)
         unrounded = (node.in_region,) * count
@@ -243,10 +243,10 @@ class FlowAnalysis:
         read = (False,) * count if passes else unrounded
         return (leads,) * count, unrounded, read, None
 
-    def _levels(
-        self, program: Program, context: Context
-    ) -> tuple[list[Node], dict[Var, int]]:
+    @cached
+    def levels(self, closed: Jaxpr, context: Context) -> Levels:
         """Sweeps forward: the level of each equation, the region of each variable."""
+        program = self.program(closed, context)
         region: dict[Var, int] = dict.fromkeys((*program.consts, *program.invars), 0)
         nodes = []
         for eqn in program.eqns:
@@ -255,31 +255,7 @@ class FlowAnalysis:
             node = Node(eqn, choice, level, self.has_matmul(eqn, choice))
             nodes.append(node)
             region |= dict.fromkeys(eqn.outvars, level + (not node.in_region))
-        return nodes, region
-
-    def _operand_uses(
-        self, eqn: Eqn, choice: Choice, uses: ResultUses
-    ) -> tuple[Flags, Flags]:
-        """Returns which operands the bodies' matmuls read, and which arithmetic first.
-
-        `uses` is what happens to the results of the equation.
-        """
-        count = len(eqn.invars)
-        if eqn.primitive.name == "while":
-            return (True,) * count, (True,) * count
-        if eqn.primitive.name == "scan":  # the next step reads what this one gives
-            _, carried = _compat.scan_counts(eqn)
-            for_matmuls = (True,) * carried + uses.for_matmuls[carried:]
-            uses = uses._replace(for_matmuls=for_matmuls)
-        to_matmuls, read_inside = [False] * count, [False] * count
-        for body in bodies(eqn):
-            flow = self.flow(body, choice.body_context, uses)
-            # The index of a branch comes before the operands of the body.
-            offset = count - len(flow.program.invars)
-            for i, v in enumerate(flow.program.invars, start=offset):
-                to_matmuls[i] |= v in flow.for_matmuls
-                read_inside[i] |= v in flow.read_inside
-        return tuple(to_matmuls), tuple(read_inside)
+        return Levels(nodes, region)
 
 
 def is_apart(eqn: Eqn) -> bool:
@@ -291,7 +267,7 @@ def _is_apart_itself(eqn: Eqn) -> bool:
     """Whether an equation stands apart, whatever is in its bodies."""
     if kind_of(eqn) is Kind.STRUCTURED and eqn.primitive.name not in _HELD:
         return True
-    if eqn.primitive.name == "jit" and _compat.has_options(eqn):
+    if eqn.primitive.name == "jit" and has_options(eqn):
         return True
     if eqn.effects or kind_of(eqn) is Kind.OTHER:
         return True

@@ -1,10 +1,14 @@
 """Matmuls of 8-bit floats: how one is computed, which ones pay, and where.
 
-`docs/fp8.md` says what they compute, and which ones they are. To JAX such a matmul is
-a bilinear primitive, as `dot_general` is: derivatives of any order and mode are such
+`docs/fp8.md` says what they compute, and which ones they are. To JAX such a matmul is a
+bilinear primitive, as `dot_general` is: derivatives of any order and mode are such
 matmuls again, with the axes that JAX gives those of `dot_general`. One factor is a
 weight in float32, and the other one is in half precision; the backward pass stores
-them, and not their 8-bit copies.
+them, and not their 8-bit copies, which a `custom_vjp` could, without second derivatives
+and forward mode. Scales come from the numbers at hand: a history of magnitudes would be
+a state, with wrong first steps. Integers find the largest number, because XLA writes
+masks to memory. The result is in half precision, since float32 partial sums would
+travel between devices.
 """
 
 import dataclasses
@@ -23,7 +27,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from flax_amp import _compat
+from flax_amp import _compat, _jaxprs
 from flax_amp._compat import Array, Arrays, DType, Eqn
 from flax_amp.policy import Decision, Origin, use_fp8
 
@@ -241,7 +245,7 @@ def _as_plain(fn: Callable[..., Array], *operands: Array, **params: Any) -> Arra
         return [fp8_dot_p.bind(*values, dimension_numbers=numbers, **params)]
 
     structs = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in operands]
-    (out,) = _compat.evaluate(jax.make_jaxpr(fn)(*structs), operands, run)
+    (out,) = _jaxprs.evaluate(jax.make_jaxpr(fn)(*structs), operands, run)
     return out
 
 

@@ -6,9 +6,10 @@ that lead from one called module to the next. For methods other than `__call__` 
 
 Two things make these scopes, and both are undone when the trace ends. Each module has
 its name as a static attribute, because static attributes survive the splitting and
-merging in `nnx.jit`, `nnx.scan` and the like; the modules are copies that no user sees.
-And the methods of their classes are wrapped. A module without a name, such as one of
-another thread, goes through the wrapper as if it were not there.
+merging in `nnx.jit`, `nnx.scan` and the like, where a table by identity does not; the
+modules are copies that no user sees. And the methods of their classes are wrapped: a
+subclass made on the fly would run the user's `__init_subclass__`. A module without a
+name, such as one of another thread, goes through the wrapper as if it were not there.
 
 Two modules that differ in their names only have different structures, and code that
 needs them equal fails. So modules have names only where a policy has scope keys, or a

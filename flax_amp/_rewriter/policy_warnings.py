@@ -16,7 +16,7 @@ import flax
 import jax
 import jax.numpy as jnp
 
-from flax_amp import _compat
+from flax_amp import _compat, _jaxprs, _source
 from flax_amp._compat import Jaxpr
 from flax_amp._rewriter.primitives import Kind, Visit, is_matmul, walk
 from flax_amp._rewriter.roles import Chooser, Context, why_as_written
@@ -55,10 +55,19 @@ def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None
         _warn_of_keys(choose.policy, {visit.scopes for visit in equations}, idle)
     if choose.half == jnp.float32:
         return
-    kept = Counter(
-        _why_kept(choose, visit) for visit in equations if is_matmul(visit.eqn)
-    )
-    if kept and "" not in kept:
+    matmuls = [visit for visit in equations if is_matmul(visit.eqn)]
+    kept = Counter(_why_kept(choose, visit) for visit in matmuls)
+    hidden = Counter(filter(None, (_hidden_in(choose, visit) for visit in matmuls)))
+    if hidden:
+        _warn(
+            "amp: matmuls in hi-primitives of JAX stay in float32: "
+            f"{_most_common(hidden)}. Expected jax.checkpoint, jax.custom_vjp and "
+            "jax.custom_jvp without them: turn jax_remat3, jax_custom_vjp3 and "
+            "jax_custom_jvp3 off where they are decorated or traced outside of the "
+            "function, and leave out generic_batching=True. Or keep them in float32 "
+            "by flax_amp.amp_stop; flax_amp.explain shows each matmul."
+        )
+    elif kept and "" not in kept:
         _warn(
             "amp: no matmul or convolution of this program runs in "
             f"{choose.half} by amp: {_most_common(kept)}. Expected some between "
@@ -100,10 +109,20 @@ def _why_kept(choose: Chooser, matmul: Visit) -> str:
     # A loop or a call may be left untouched as a whole.
     by_key = (choose.policy.decide(e.primitive, ()) for e in around)
     forced = next((d for d in by_key if d.origin is Origin.PRIMITIVE), None)
-    outer = scopes[: len(scopes) - len(_compat.scope_names(eqn))]
+    outer = scopes[: len(scopes) - len(_source.scope_names(eqn))]
     choice = choose(eqn, Context(outer, forced))
     is_kept = choice.role is Kind.ORIGINAL and choice.decision.key != "amp_stop"
     return choice.reason if is_kept else ""
+
+
+def _hidden_in(choose: Chooser, matmul: Visit) -> str:
+    """Names the hi-primitive around a matmul, unless a key says how that runs."""
+    hi = next(filter(_jaxprs.hi_name, matmul.around), None)
+    if hi is None or choose.policy.decide(hi.primitive, matmul.scopes).is_chosen:
+        return ""
+    name = _jaxprs.hi_name(hi)
+    # A solver in half precision converges to half precision.
+    return "" if name == "CustomRoot" else name
 
 
 def _warn_of_keys(policy: Policy, scopes: set[tuple[str, ...]], idle: set[str]) -> None:

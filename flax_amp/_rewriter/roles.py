@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from flax_amp import _compat
-from flax_amp._compat import DType, Eqn
+from flax_amp import _jaxprs, _source
+from flax_amp._compat import Array, Arrays, DType, Eqn
 from flax_amp._rewriter.primitives import Kind, inside, kind_by_shape, kind_of
 from flax_amp.policy import (
     Decision,
@@ -15,6 +15,7 @@ from flax_amp.policy import (
     Origin,
     Policy,
     use_compute_precision,
+    use_float32_result,
     use_fp8,
     use_original_precision,
 )
@@ -37,6 +38,13 @@ class Choice(NamedTuple):
     # What became of its first result, such as "rounded: a matmul reads it later". Empty
     # before it is emitted, and if that is no float32 one.
     result: str = ""
+    plan: Any = None  # the `Plan` that it stands in, once it is emitted
+    is_in_fp8: bool | None = None  # `None`: no key wants it in fp8
+
+    @property
+    def is_by_key(self) -> bool:
+        """Whether the policy's key decided, and no fact of the equation."""
+        return self.reason == _reason(self.decision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +55,13 @@ class Chooser:
     half: DType  # of matmuls
 
     def __call__(self, eqn: Eqn, context: Context) -> Choice:
-        scopes = context.scopes + _compat.scope_names(eqn)
+        scopes = context.scopes + _source.scope_names(eqn)
         decision = context.forced or self.policy.decide(eqn.primitive, scopes)
         if kind_of(eqn) is Kind.STRUCTURED:
             return self._structured(eqn, decision, scopes)
         role, reason = self._role(eqn, decision)
+        if not decision.is_chosen:
+            reason = why_as_written(eqn) or reason
         return Choice(role, reason or _reason(decision), decision)
 
     def _structured(
@@ -84,14 +94,14 @@ class Chooser:
         kind, function = kind_of(eqn), decision.function
         if eqn.primitive.name == "scatter" and eqn.params.get("update_jaxpr"):
             return Kind.ORIGINAL, "its update function is a float32 one"
-        is_fp8 = isinstance(function, use_fp8)
         is_original = function in (use_original_precision, InDtype(jnp.float32))
         if is_original and decision.is_chosen:
             return Kind.ORIGINAL, ""
-        if is_original or (is_fp8 and kind is not Kind.MATMUL):
+        is_of_matmuls = _is_of_matmuls(decision)
+        if is_original or (is_of_matmuls and kind is not Kind.MATMUL):
             is_own = kind is Kind.MATMUL or kind is Kind.LINEAR_ALGEBRA
             return Kind.ORIGINAL if is_own else kind, kind.value
-        if is_fp8 or function in (use_compute_precision, InDtype(self.half)):
+        if is_of_matmuls or function in (use_compute_precision, InDtype(self.half)):
             return self._in_half(eqn, kind, decision)
         if isinstance(function, InDtype) and not _is_castable(eqn):
             return Kind.ORIGINAL, f"{eqn.primitive.name} runs in its own dtypes only"
@@ -104,8 +114,7 @@ class Chooser:
         if kind is not Kind.MATMUL:
             return Kind.HALF, ""
         # A dtype for a scope lowers all that is inside, inner and outer products too.
-        is_fp8 = isinstance(decision.function, use_fp8)
-        if decision.origin is Origin.SCOPE and not is_fp8:
+        if decision.origin is Origin.SCOPE and not _is_of_matmuls(decision):
             return Kind.MATMUL, ""
         match kind_by_shape(eqn):
             case Kind.ARITHMETIC:
@@ -137,6 +146,12 @@ class Chooser:
         return ""
 
 
+def _is_of_matmuls(decision: Decision) -> bool:
+    """Whether a precision function says how matmuls run, and nothing of all else."""
+    function = decision.function
+    return isinstance(function, use_fp8) or function is use_float32_result
+
+
 def _draws(eqn: Eqn) -> bool:
     """Whether an equation draws random numbers, and has no matmul."""
     names = {inner.primitive.name for inner in inside(eqn)}
@@ -150,6 +165,9 @@ def why_as_written(eqn: Eqn) -> str:
     Its rule cannot be traced by itself, say.
     """
     name, params = eqn.primitive.name, eqn.params
+    if hi_name := _jaxprs.hi_name(eqn):
+        return f"the hi-primitive {hi_name} runs as written"
+    # A solver in half precision converges to half precision.
     if name in ("custom_vmap_call", "linear_call", "custom_linear_solve"):
         return f"the rule of a {name} runs as written"
     # The compiler for a platform must not see the branches of other platforms.
@@ -167,7 +185,10 @@ def why_as_written(eqn: Eqn) -> str:
 def _is_castable(eqn: Eqn) -> bool:
     """Whether an equation can run in half precision, if a policy says so."""
     kinds = (Kind.MATMUL, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
-    if eqn.primitive.name == "bitcast_convert_type" or eqn.params.get("update_jaxpr"):
+    # The update function of a `scatter` is a float32 one. Those of `scatter-add` and
+    # the like are JAX's own, and are made again for halves.
+    is_own = eqn.primitive.name == "scatter" and eqn.params.get("update_jaxpr")
+    if eqn.primitive.name == "bitcast_convert_type" or is_own:
         return False
     return kind_of(eqn) in kinds
 
@@ -184,3 +205,30 @@ def asked_precision(eqn: Eqn) -> str:
     names = [getattr(part, "name", str(part)) for part in parts]
     is_default = {*names} <= {"None", "DEFAULT"}
     return "" if is_default else "/".join(dict.fromkeys(names))
+
+
+def call_precision_function(
+    eqn: Eqn, decision: Decision, compute_dtype: DType, operands: Arrays
+) -> tuple[Arrays, list[Array]]:
+    """Binds an equation to what a user's function gives; an error says which one.
+
+    It returns what the equation is bound to, and its results.
+    """
+    function: Any = decision.function
+    dtypes = [v.aval.dtype for v in eqn.invars]
+    try:
+        invars, params = function(compute_dtype, dtypes, *operands, **eqn.params)
+        outs = list(_jaxprs.bind_in_dtype(eqn, invars, params))
+        shapes, expected = [x.shape for x in outs], [v.aval.shape for v in eqn.outvars]
+        # The message of JAX would blame the next equation.
+        if shapes != expected:
+            raise ValueError(f"results of shapes {shapes}; expected {expected}")
+    except Exception as error:
+        error.add_note(
+            f"amp_policy: in the precision function of key {decision.key!r}, called "
+            f"for {eqn.primitive.name}. Expected `def f(compute_dtype, "
+            "original_dtypes, *invars, **bind_params): return invars, bind_params`, "
+            "with operands of the same shapes."
+        )
+        raise
+    return invars, outs

@@ -9,13 +9,18 @@ computed from it saves the memory, on GPUs and TPUs; elsewhere it costs more fus
 than it saves. `jax.checkpoint(prevent_cse=True)` has barriers on every backend, so here
 the marked value carries it, and the lowering for a platform decides. That takes a
 primitive. Partial evaluation splits it into a forward and a backward equation, and the
-backward one is lowered to a barrier.
+backward one is lowered to a barrier. On GPUs one stands behind all that is stored and
+that arithmetic reads, on TPUs behind matmuls and residual sums only, because they cost
+fusions: two layers of a ViT-S/16 on a v5e take 4.93 ms and 302 MB, 5.75 ms and 373 MB
+without any. In loops there is none.
 
 XLA may go on with more digits than bfloat16 has where a cast to float32 follows a
 matmul. The backward pass would compute from other numbers than the forward pass: the
 weights of a softmax would not add up to one. So where the difference would grow, the
-forward pass rounds the value to what is stored, as JAX's own `jax.checkpoint` does.
-Elsewhere that would only keep XLA from fusing.
+forward pass rounds the value to what is stored, as JAX's own `jax.checkpoint` does: the
+gradient of attention has an error of 0.012, and 0.037 otherwise, and the gradient of
+`x / max(abs(x))` 0.007 and 0.60. Elsewhere that would only keep XLA from fusing: with
+all of them rounded, a ConvNeXt on a v5e takes 1.35 of the memory by hand.
 """
 
 import functools

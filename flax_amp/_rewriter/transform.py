@@ -9,17 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from flax_amp import _compat, _tree
+from flax_amp import _compat, _jaxprs, _source, _tree
 from flax_amp._compat import Array, Arrays, Aval, DType, Jaxpr
-from flax_amp._rewriter.bodies import EMIT_BODIES
+from flax_amp._rewriter import bodies as bodies
 from flax_amp._rewriter.casts import up
 from flax_amp._rewriter.emit import Emitter, Record
-from flax_amp._rewriter.flow import Outside
 from flax_amp._rewriter.fp8 import check_device
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
-from flax_amp._rewriter.plan import Planner
+from flax_amp._rewriter.origins import Origin
 from flax_amp._rewriter.policy_warnings import warn_of_fp8, warn_of_policy
+from flax_amp._rewriter.primitives import walk
 from flax_amp._rewriter.roles import Chooser, Context
+from flax_amp._rewriter.rule import Outside, Planner
 from flax_amp._tree import PyTree
 from flax_amp.policy import MatmulDType, Policy, PolicyEntries, Precision, read_options
 
@@ -105,6 +106,8 @@ def amp(
     policy = Policy(entries)
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute: got {recompute!r}; expected True or False.")
+    # Rewritten in float32, cotangents would add up in another order: 184 of 256
+    # elements of the gradient of a Sinkhorn loss differed.
     is_identity = dtype == jnp.float32 and not policy.may_leave_float32
 
     def transform(fun: Any) -> Any:
@@ -168,12 +171,27 @@ class TracedCall(NamedTuple):
         self, arrays: Arrays, recompute: bool = True, record: Record | None = None
     ) -> Arrays:
         """Returns the arrays of the function's result, computed in mixed precision."""
+        # Rules that a flag of JAX has made need the flag when they are called.
+        has_rules = any(_jaxprs.is_of_flags(visit.eqn) for visit in walk(self.closed))
+        context = contextlib.nullcontext if has_rules else _compat.ordinary_primitives
+        with context():
+            return self._emit(arrays, recompute, record)
+
+    def _emit(self, arrays: Arrays, recompute: bool, record: Record | None) -> Arrays:
         jaxpr, _ = _compat.open_jaxpr(self.closed)
-        arguments = (True,) * len(jaxpr.invars)
-        outside = Outside.in_float32(Context(), len(jaxpr.outvars), arguments)
+        # Each array among the arguments is a root of its own.
+        origins = [
+            Origin(is_argument=True, begins=root, reads=root)
+            for root in (
+                1 << i if getattr(v.aval, "shape", ()) else 0
+                for i, v in enumerate(jaxpr.invars)
+            )
+        ]
+        halves = (False,) * len(origins)
+        outside = Outside.in_float32(Context(), len(jaxpr.outvars), origins, halves)
         half, planner = self.choose.half, Planner(self.choose)
         recompute &= half != jnp.float32  # where there is nothing to save
-        emitter = Emitter(planner, half, EMIT_BODIES, recompute, record=record)
+        emitter = Emitter(planner, half, recompute, record=record)
         outs = emitter.emit(self.closed, arrays, outside)
         if half != jnp.float32:
             warn_of_fp8(self.choose.policy, emitter.fp8)
@@ -190,7 +208,7 @@ def _as_result(x: Array, aval: Aval, half: DType) -> Array:
         x = jnp.asarray(x, aval.dtype)  # a number of the jaxpr
     if aval.dtype == jnp.float32:
         x = up(x, half)
-    return _compat.with_weak_type(x, getattr(aval, "weak_type", False))
+    return _tree.with_weak_type(x, getattr(aval, "weak_type", False))
 
 
 def trace_call(
@@ -219,8 +237,9 @@ def trace_call(
         return jax.tree.unflatten(treedef, leaves)
 
     arrays = _tree.pick(inputs, is_traced)
-    names = _compat.name_arrays(call.fun, *call.arguments, arrays)
-    closed = jax.make_jaxpr(_compat.traced_as(of_arrays, call.fun, names))(*arrays)
+    names = _source.name_arrays(call.fun, *call.arguments, arrays)
+    with _compat.ordinary_primitives():
+        closed = jax.make_jaxpr(_source.traced_as(of_arrays, call.fun, names))(*arrays)
     # The warnings are about what the user wrote, before anything is planned.
     choose = Chooser(policy, compute_dtype)
     warn_of_policy(choose, closed, names)

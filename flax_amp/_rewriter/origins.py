@@ -1,0 +1,409 @@
+"""What each variable of a program comes from: arguments, matmuls, sums, states.
+
+A *root* is an argument or a constant, and a set of roots is an integer with one bit for
+each, because a program of a thousand weights has as many sets as variables. In
+
+    c1 = c0 + head(c0, w)      begins at c0, and head depends on c0: a state
+    c2 = c1 + head(c1, w)      begins at c0, as c1 does: a state
+    h  = x @ w + b             x @ w does not depend on b: a bias
+    y2 = y1 + f(y1, u)         passes only weights that y1 has passed: a state, as y1 is
+    z2 = z1 + f(z1, v[2])      passes v[2], which z1 has not passed: a residual stream
+
+A state is never rounded to half precision. Rounded, `c1` near 500 would stand on a grid
+of two pixels in bfloat16: the gradient of an optical flow had an error of 0.197, and
+0.0037 so. The other way to find such sums, by a small literal that multiplies `f`, lost
+coordinates, and found deep residual layers that are none.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+
+from flax_amp._compat import Atom, Eqn, Jaxpr, Var
+from flax_amp._jaxprs import variables
+from flax_amp._rewriter.flow import FlowAnalysis, Node, cached
+from flax_amp._rewriter.primitives import (
+    Kind,
+    Trait,
+    has,
+    is_float32,
+    is_layout,
+    traits_of,
+)
+from flax_amp._rewriter.roles import Context
+
+Roots = int  # a set of roots, one bit for each
+
+BEGINS_AT_DATA = "a state that begins at data"
+SAME_WEIGHTS = "a state that passes the same weights again"
+
+
+class Origin(NamedTuple):
+    """What a variable comes from."""
+
+    is_argument: bool = False  # or a constant, reshaped or transposed at most
+    after_matmul: bool = False  # whether it was computed from a matmul
+    is_sum: bool = False  # or a maximum along an axis, moved at most
+    state: str = ""  # why it is a state; empty if it is none
+    begins: Roots = 0  # the roots of which the value is a shifted or scaled copy
+    reads: Roots = 0  # the roots that the value was computed from
+    weights: Roots = 0  # of these, the factors of matmuls before the value
+
+    def moved(self, known: Roots, shift: int) -> "Origin":
+        """Returns the origin with other bits for the roots that are not known."""
+
+        def change(roots: Roots) -> Roots:
+            return roots & known | (roots & ~known) << shift
+
+        return self._replace(
+            begins=change(self.begins),
+            reads=change(self.reads),
+            weights=change(self.weights),
+        )
+
+
+NOWHERE = Origin()
+
+
+def first_root(origins: Sequence[Origin]) -> Roots:
+    """Returns the first root that stands in none of these."""
+    sets = (o.begins | o.reads | o.weights for o in origins)
+    return 1 << max((roots.bit_length() for roots in sets), default=0)
+
+
+class Origins(NamedTuple):
+    """What the variables of a program come from."""
+
+    of: dict[Var, Origin]
+    results: tuple[Origin, ...]
+    inputs: tuple[Origin, ...]  # as they are known when all equations were seen
+    biases: Roots  # arguments that were added to what does not depend on them
+    # By the `id` of an equation with bodies: the origins that its bodies get.
+    of_bodies: dict[int, tuple[Origin, ...]]
+
+    def read(self, atom: Atom) -> Origin:
+        """Returns the origin of an operand; a number has none."""
+        return NOWHERE if isinstance(atom, Literal) else self.of[atom]
+
+
+class OriginAnalysis(FlowAnalysis):
+    """Sweeps that also find what variables come from."""
+
+    @cached
+    def origins(
+        self, closed: Jaxpr, context: Context, inputs: tuple[Origin, ...]
+    ) -> Origins:
+        """Sweeps forward over a jaxpr, given the origins of its inputs."""
+        return _Sweep(self, closed, context, inputs).run()
+
+
+# --- bodies --------------------------------------------------------------------------
+
+
+class RootMap:
+    """Translates sets of roots between a program and a body of one of its equations.
+
+    Roots that stand in the same sets are one root for the body. So the sets that a body
+    gets are equal for each layer of a stack, and the body is planned once.
+    """
+
+    def __init__(
+        self, origins: Sequence[Origin], new_root: Callable[[], Roots] | None = None
+    ):
+        """`new_root` makes a root of the program for each root that the body makes."""
+        self.new_root = new_root
+        self.made: dict[Roots, Roots] = {}  # by a root of the body: that of the program
+        sets = dict.fromkeys(x for o in origins for x in (o.begins, o.reads, o.weights))
+        stands_in: dict[Roots, list[int]] = {}  # by a root: the places of its sets
+        for place, roots in enumerate(sets):
+            for root in _bits(roots):
+                stands_in.setdefault(root, []).append(place)
+        classes: dict[tuple[int, ...], Roots] = {}
+        for root, found in stands_in.items():
+            key = tuple(found)
+            classes[key] = classes.get(key, 0) | root
+        ordered = sorted(classes)
+        self.classes = [classes[key] for key in ordered]
+        in_body = [0] * len(sets)
+        for i, key in enumerate(ordered):
+            for place in key:
+                in_body[place] |= 1 << i
+        inside = dict(zip(sets, in_body, strict=True))
+        self.inside = tuple(
+            o._replace(
+                begins=inside[o.begins],
+                reads=inside[o.reads],
+                weights=inside[o.weights],
+            )
+            for o in origins
+        )
+
+    def to_program(self, roots: Roots) -> Roots:
+        """Returns a set of the body for the program."""
+        found = 0
+        for i, whole in enumerate(self.classes):
+            found |= whole if roots >> i & 1 else 0
+        count = len(self.classes)
+        for bit in _bits(roots >> count << count):
+            if bit not in self.made:
+                assert self.new_root is not None
+                self.made[bit] = self.new_root()
+            found |= self.made[bit]
+        return found
+
+    def result(self, origin: Origin) -> Origin:
+        """Returns the origin of a result of the body for the program."""
+        return origin._replace(
+            begins=self.to_program(origin.begins),
+            reads=self.to_program(origin.reads),
+            weights=self.to_program(origin.weights),
+        )
+
+
+def _bits(roots: Roots) -> list[Roots]:
+    """Returns the single bits of a set."""
+    found = []
+    while roots:
+        found.append(roots & -roots)
+        roots &= roots - 1
+    return found
+
+
+def joined(origins: Sequence[Origin]) -> Origin:
+    """Returns the origin of a value that may be any of these, or is made of them."""
+    begins = reads = weights = 0
+    for o in origins:
+        begins |= o.begins
+        reads |= o.reads
+        weights |= o.weights
+    return Origin(
+        all(o.is_argument for o in origins),
+        any(o.after_matmul for o in origins),
+        any(o.is_sum for o in origins),
+        next((o.state for o in origins if o.state), ""),
+        begins,
+        reads,
+        weights,
+    )
+
+
+# --- equations -----------------------------------------------------------------------
+
+# Layers may have their weights in one array. A part is a root of its own, beside the
+# root of the array: a gather may read the weights of another layer each time.
+_PARTS = ("slice", "split", "unstack", "gather", "dynamic_slice")
+# `x.at[i].add(y)` adds as `x + y` does.
+_ADDITIONS = ("add", "add_any", "sub", "scatter-add", "scatter-sub")
+_FACTORS = ("mul", "div", "scatter-mul")
+
+
+class _Sweep:
+    """A sweep over a program."""
+
+    def __init__(
+        self,
+        analysis: OriginAnalysis,
+        closed: Jaxpr,
+        context: Context,
+        inputs: Sequence[Origin],
+    ):
+        self.analysis = analysis
+        self.program = analysis.program(closed, context)
+        self.levels = analysis.levels(closed, context)
+        self.biases: Roots = 0
+        self.parts: dict[Any, Roots] = {}
+        self.next = first_root(inputs)
+        self.of_bodies: dict[int, tuple[Origin, ...]] = {}
+        self.of: dict[Var, Origin] = dict(zip(self.program.invars, inputs, strict=True))
+        for v in self.program.consts:
+            root = self._root() if _shape(v) else 0
+            self.of[v] = Origin(is_argument=True, begins=root, reads=root)
+
+    def run(self) -> Origins:
+        for node in self.levels.nodes:
+            outs = self._equation(node)
+            self.of.update(zip(node.eqn.outvars, outs, strict=True))
+        results = tuple(map(self._read, self.program.outvars))
+        inputs = tuple(map(self._read, self.program.invars))
+        return Origins(self.of, results, inputs, self.biases, self.of_bodies)
+
+    def _root(self) -> Roots:
+        """Returns a new root."""
+        self.next <<= 1
+        return self.next >> 1
+
+    def _read(self, atom: Atom) -> Origin:
+        return NOWHERE if isinstance(atom, Literal) else self.of[atom]
+
+    def _equation(self, node: Node) -> list[Origin]:
+        """Returns the origins of the results of an equation."""
+        eqn, count = node.eqn, len(node.eqn.outvars)
+        has_bodies = node.choice.role is Kind.STRUCTURED or node.has_matmul
+        if has_bodies and traits_of(eqn).rewriting is not None:
+            return self._of_bodies(node)
+        operands = [self.of[v] for v in variables(eqn.invars)]
+        # Zeros, or positions. Those of a weak number are broadcast from a strong one.
+        if node.in_region and all(o == NOWHERE for o in operands):
+            is_array = any(map(_shape, eqn.outvars))
+            is_constant = is_array and node.choice.role is not Kind.OTHER
+            root = self._root() if is_constant else 0
+            return [Origin(begins=root, reads=root)] * count
+        origin = self._along(node, self._computed(node, operands))
+        # Weights may be computed before they are taken apart, such as from int8.
+        is_part = eqn.primitive.name in _PARTS
+        if not is_part or self._read(eqn.invars[0]).after_matmul:
+            return [origin] * count
+        parts = [self._part(eqn, i) for i in range(count)]
+        return [origin._replace(reads=origin.reads | part) for part in parts]
+
+    def _computed(self, node: Node, operands: Sequence[Origin]) -> Origin:
+        """Returns the origin of a result, whatever it carries along."""
+        whole = joined(operands)
+        weights = whole.weights
+        if node.choice.role is Kind.MATMUL:
+            weights |= _weights(*operands[:2])
+        return Origin(
+            is_argument=self._is_argument(node.eqn),
+            after_matmul=whole.after_matmul or not node.in_region,
+            is_sum=self._is_sum(node),
+            reads=whole.reads,
+            weights=weights,
+        )
+
+    def _of_bodies(self, node: Node) -> list[Origin]:
+        """Returns the origins of the results of an equation with bodies."""
+        eqn = node.eqn
+        operands = map(self._read, eqn.invars)
+        # A bias of a layer is one in the bodies behind it, too.
+        known = [o._replace(begins=o.begins & ~self.biases) for o in operands]
+        roots = RootMap(known, self._root)
+        self.of_bodies[id(eqn)] = roots.inside
+        context = node.choice.body_context
+        rewriting = traits_of(eqn).rewriting
+        found = rewriting.origins(self.analysis, eqn, context, roots.inside)
+        self.biases |= roots.to_program(found.biases)
+        self._mark_operands(eqn, found)
+        return list(map(roots.result, found.results))
+
+    def _mark_operands(self, eqn: Eqn, found: Origins) -> None:
+        """Marks operands that are the first of a chain of states in a body.
+
+        `y = block(block(x, w), w)` with `block = checkpoint(lambda x, w: x + f(x, w))`:
+        the second block finds that the result of the first one is a state.
+        """
+        start = len(eqn.invars) - len(found.inputs)
+        for v, origin in zip(eqn.invars[start:], found.inputs, strict=True):
+            if not isinstance(v, Literal) and origin.state == SAME_WEIGHTS:
+                self.of[v] = self.of[v]._replace(state=origin.state)
+
+    def _part(self, eqn: Eqn, i: int) -> Roots:
+        """Returns the root of a part of an argument, such as of one layer's weights."""
+        if len(eqn.invars) > 1:  # by an index, which may be another one
+            return self._root()
+        key = self._read(eqn.invars[0]).reads, eqn.primitive, i, str(eqn.params)
+        if key not in self.parts:
+            self.parts[key] = self._root()
+        return self.parts[key]
+
+    def _is_argument(self, eqn: Eqn) -> bool:
+        """Whether an equation moves an argument, or takes a part of one."""
+        if eqn.primitive.name == "dynamic_slice":
+            return self._read(eqn.invars[0]).is_argument
+        is_moved = all(self.of[v].is_argument for v in variables(eqn.invars))
+        return is_moved and is_layout(eqn)
+
+    def _is_sum(self, node: Node) -> bool:
+        """Whether an equation gives a sum or a maximum, or moves one."""
+        eqn, role = node.eqn, node.choice.role
+        if role is Kind.SUM or (role is Kind.MOVE and has(eqn, Trait.MAXIMUM)):
+            return True
+        is_moved = is_layout(eqn)
+        return is_moved and all(self.of[v].is_sum for v in variables(eqn.invars))
+
+    def _along(self, node: Node, origin: Origin) -> Origin:
+        """Returns the origin of a result with the data that it carries along."""
+        eqn, name = node.eqn, node.eqn.primitive.name
+        if not node.in_region:
+            return origin
+        arrays = [v for v in variables(eqn.invars) if _shape(v)]
+        if name.startswith("scatter-"):  # the indices stand between
+            arrays = [v for v in arrays if is_float32(v)]
+        is_sum_or_product = name in _ADDITIONS or name in _FACTORS
+        if is_sum_or_product and len(arrays) == 2 and all(map(is_float32, arrays)):
+            return self._sum(eqn, arrays, origin)
+        if not (_moves(node) or (is_sum_or_product and len(arrays) == 1)):
+            # A function of a state alone is one: of boxes, the sigmoid of a logit.
+            is_function = node.choice.role is Kind.ARITHMETIC and len(arrays) == 1
+            of_x = self.of[arrays[0]] if is_function else NOWHERE
+            if of_x.state:
+                return origin._replace(state=of_x.state, begins=of_x.begins)
+            return origin
+        found = [self.of[v] for v in arrays]
+        floats = [self.of[v] for v in arrays if is_float32(v)]
+        # A row of features beside coordinates is data, too.
+        if name == "concatenate" or all(o.begins for o in floats):
+            origin = origin._replace(begins=joined(found).begins)
+        return origin._replace(state=joined(found).state)
+
+    def _sum(self, eqn: Eqn, arrays: Sequence[Var], origin: Origin) -> Origin:
+        """Returns the origin of `x + y` or `x * y`: a state if `y` depends on `x`.
+
+        `y` is behind a matmul that `x` is not behind, or `x` is a state already.
+        """
+        level = self.levels.region
+        pairs = [pair for pair in (arrays, arrays[::-1]) if self._may_begin(*pair)]
+        for x, y in pairs:
+            of_x, of_y = self.of[x], self.of[y]
+            begins = of_x.begins & ~self.biases
+            if begins & of_y.reads:
+                return origin._replace(state=BEGINS_AT_DATA, begins=of_x.begins)
+            if eqn.primitive.name not in _ADDITIONS or level[y] <= level[x]:
+                continue
+            if of_x.weights and not of_y.weights & ~of_x.weights:
+                self.of[x] = of_x._replace(state=SAME_WEIGHTS)
+                return origin._replace(state=SAME_WEIGHTS)
+            if of_x.is_argument:
+                self.biases |= begins
+        for x, y in pairs:
+            # Moved or scaled by arrays that are no results of matmuls, it is a state.
+            if self.of[x].state and not self.of[y].after_matmul:
+                return origin._replace(state=self.of[x].state, begins=self.of[x].begins)
+        found = [self.of[v].begins for v in arrays]
+        # The difference of two coordinates is one.
+        is_data = not pairs and all(found)
+        return origin._replace(begins=found[0] | found[1] if is_data else 0)
+
+    def _may_begin(self, x: Var, y: Var) -> bool:
+        """Whether `x` may begin a sum with `y`: it comes before, or is a state."""
+        level = self.levels.region
+        return level[y] > level[x] or bool(self.of[x].state)
+
+
+def _weights(x: Origin, y: Origin = NOWHERE) -> Roots:
+    """Returns the weights of a matmul of two factors.
+
+    A weight is computed from arguments alone, and multiplies a computed array. Of data
+    and the weights of a first layer, which are both arguments, none is a weight.
+    """
+    if x.after_matmul and y.after_matmul:  # of `x @ (w + a @ b)`: w, a, b
+        return x.reads ^ y.reads
+    weights = 0
+    for factor, other in ((x, y), (y, x)):
+        is_weight = not factor.after_matmul and not other.is_argument
+        weights |= factor.reads if is_weight else 0
+    return weights
+
+
+def _shape(v: Var) -> tuple[int, ...]:
+    """Returns the shape of a variable, that of a token or a ref is empty."""
+    return getattr(v.aval, "shape", ())
+
+
+def _moves(node: Node) -> bool:
+    """Whether an equation gives numbers of its operands as they are."""
+    if node.eqn.primitive.name == "convert_element_type" or is_layout(node.eqn):
+        return True
+    if node.choice.role is not Kind.MOVE or node.eqn.primitive.name == "gather":
+        return False
+    return not (has(node.eqn, Trait.RANKS) or has(node.eqn, Trait.STORED))
