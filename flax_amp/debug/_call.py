@@ -25,8 +25,7 @@ from flax_amp._rewriter.transform import (
     refuse_rewritten,
     trace_call,
 )
-from flax_amp._training.arguments import declared_keywords
-from flax_amp._training.loss import check_loss, fold_in
+from flax_amp._training.loss import check_loss, declared_keywords, fold_in
 from flax_amp._training.optimizer import AmpOptimizer
 from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState

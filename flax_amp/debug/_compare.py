@@ -5,23 +5,30 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from flax_amp import _tree
+from flax_amp._checks import check_count, first_of
 from flax_amp._compat import Array
-from flax_amp._training.arguments import check_count, first_of
 from flax_amp._training.scaler import HIGHEST
 from flax_amp.debug._call import Call, tool
 from flax_amp.debug._report import Block, Report, percent, plural, policy_text, table
 from flax_amp.debug._trial import Part, Trials, fewest, keys_of, lines_of
-from flax_amp.policy import Policy, PolicyEntries, without_fp8
+from flax_amp.policy import (
+    Policy,
+    PolicyEntries,
+    use_float32_result,
+    without_fp8,
+)
 
 # Gradients are as wrong as half precision makes them if their error is at most this
 # many times the spacing of numbers at 1.
 _USUAL = 8
 _HELPS = 0.9  # what a remedy that helps leaves of the error of the gradients, at most
+_RESULT = "flax_amp.use_float32_result"
 _SHOWN = 12  # groups of parameters
 _NOT_FINITE = (
     "the loss or its gradients are not finite in float32 either: "
@@ -47,11 +54,12 @@ class Setting:
 
     name: str  #: what it is called
     scale: float  #: of the loss
-    keys: tuple[str, ...]  #: the modules that are in float32, as keys of a policy
+    keys: tuple[str, ...]  #: the modules that it is about, as keys of a policy
     lines: tuple[str, ...]  #: lines outside of modules in float32, as by `amp_stop`
     loss_error: float  #: relative
     gradient_error: float  #: relative, L2, of all gradients together
     low_share: float | None  #: of matmuls in half precision; `None` without matmuls
+    value: str = "jnp.float32"  #: what the keys get, or `flax_amp.use_float32_result`
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -63,13 +71,20 @@ class Comparison(Report):
     gradients: tuple[GradientErrors, ...]  #: by group, the largest error first
     threshold: float  #: the error of the gradients from which on remedies are tried
     as_it_is: Setting  #: the program as it is
-    remedies: tuple[Setting, ...]  #: without fp8, another scale, modules in float32
+    #: without fp8, another scale, modules in float32 or with float32 results
+    remedies: tuple[Setting, ...]
     own_policy: bool  #: whether the policy is the user's own
 
     @property
     def best(self) -> Setting | None:
-        """The remedy that leaves the least error, if one helps."""
-        best = min(self.remedies, key=lambda run: run.gradient_error, default=None)
+        """The cheapest remedy that is enough, or that of the least error, if any helps.
+
+        The cheapest one leaves most matmuls in half precision.
+        """
+        enough = [x for x in self.remedies if x.gradient_error <= self.threshold]
+        best = min(enough, key=_cost, default=None)
+        if best is None:
+            best = min(self.remedies, key=lambda run: run.gradient_error, default=None)
         limit = _HELPS * self.as_it_is.gradient_error
         return best if best and best.gradient_error < limit else None
 
@@ -99,7 +114,14 @@ class Comparison(Report):
             yield f"\nThis was tried and helps: {best.name}."
             if best.scale != run.scale:
                 yield f"  flax_amp.init_scaler(scaler={best.scale:.8g})"
-            yield from policy_text(best.keys, best.lines, self.own_policy)
+            own = self.own_policy
+            yield from policy_text(best.keys, best.lines, own, best.value)
+
+
+def _cost(run: Setting) -> tuple[float, int, float]:
+    """Returns what a remedy costs: the share of matmuls that are not half, and keys."""
+    share = 0.0 if run.low_share is None else run.low_share
+    return -share, len(run.keys) + len(run.lines), run.gradient_error
 
 
 def _cells(run: Setting) -> list[str]:
@@ -116,7 +138,9 @@ def compare_precision(
     It tells the error of the loss and of the gradients of each group of parameters. If
     that is more than roundings make, it runs remedies: without fp8, with a loss scale
     at which gradients fit into float16, and with a few modules, or lines outside of
-    modules, in float32 that are enough. It is called as `flax_amp.explain`, and
+    modules, in float32 that are enough. These modules are run with
+    `flax_amp.use_float32_result`, too, which leaves their matmuls in half precision:
+    the cheaper one that is enough is named. It is called as `flax_amp.explain`, and
     takes its options, with arrays that have values; a loss may return `(loss, aux)`.
 
     Args:
@@ -211,13 +235,18 @@ class _Comparing:
         )
 
     def _try(
-        self, name: str, *parts: Part, entries: PolicyEntries | None = None
+        self,
+        name: str,
+        *parts: Part,
+        entries: PolicyEntries | None = None,
+        value: Any = jnp.float32,
     ) -> tuple[Setting, float, Array]:
         """Runs the program in half precision, with parts of it in float32.
 
         It returns the loss and the differences of the gradients as well.
         """
-        exact, trial = self._trials.exact, self._trials.run(parts, self._scale, entries)
+        trial = self._trials.run(parts, self._scale, entries, value)
+        exact = self._trials.exact
         loss_error = _relative(_differences([trial.loss], [exact.loss]))
         errors = _differences(trial.gradients, exact.gradients)
         # No step is taken if the loss is lost, whatever the gradients are.
@@ -230,6 +259,7 @@ class _Comparing:
             loss_error=loss_error,
             gradient_error=error,
             low_share=trial.low_share,
+            value="jnp.float32" if value is jnp.float32 else _RESULT,
         )
         return setting, float(trial.loss), errors
 
@@ -267,9 +297,11 @@ class _Comparing:
 
         @functools.cache
         def in_float32(*parts: Part) -> Setting:
+            return self._try(f"{named(parts)} in float32", *parts)[0]
+
+        def named(parts: Sequence[Part]) -> str:
             first = parts[0].line or parts[0].path
-            name = f"{first if len(parts) == 1 else f'all {len(parts)}'} in float32"
-            return self._try(name, *parts)[0]
+            return first if len(parts) == 1 else f"all {len(parts)}"
 
         parts = self._trials.parts()
         best = in_float32(*parts).gradient_error if parts else math.inf
@@ -288,3 +320,8 @@ class _Comparing:
         yield from map(in_float32, found)
         if len(found) > 1:
             yield in_float32(*found)
+        # Where only what matmuls give is too rough, they may stay in half precision.
+        name = f"{named(found)} with float32 results"
+        run, *_ = self._try(name, *found, value=use_float32_result)
+        if run.gradient_error <= enough:
+            yield run

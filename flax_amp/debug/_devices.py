@@ -22,8 +22,8 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
-from flax_amp import _compat
-from flax_amp._compat import Array, Arrays, Atom, Eqn, Jaxpr, evaluate, open_jaxpr
+from flax_amp._compat import Array, Arrays, Atom, Eqn, Jaxpr, open_jaxpr
+from flax_amp._jaxprs import bind_in_context, evaluate, named_axes, varying_axes
 from flax_amp._rewriter.primitives import walk
 
 # XLA may keep the digits and the range of float32 in fused code. Here each equation is
@@ -103,7 +103,7 @@ class Devices:
         """Runs an equation, or a body with all its equations."""
         is_eqn = hasattr(item, "primitive")
         jaxpr = item if is_eqn else open_jaxpr(item)[0]
-        run = functools.partial(_compat.bind_in_context if is_eqn else evaluate, item)
+        run = functools.partial(bind_in_context if is_eqn else evaluate, item)
         given = tuple(map(self._spec, jaxpr.invars))
         made = tuple(map(self._spec, jaxpr.outvars))
         check_vma = self.call.params["check_vma"]
@@ -131,7 +131,7 @@ class Devices:
         """Returns the spec of a stack without the axes along which it is the same."""
         if not self.call.params["check_vma"]:
             return self._every
-        varying = _compat.varying_axes(atom.aval)
+        varying = varying_axes(atom.aval)
         return P(tuple(name for name in self.sizes if name in varying))
 
     def _retyped(self, arrays: Arrays, before: Specs, after: Specs) -> Arrays:
@@ -248,7 +248,7 @@ def _mixes(eqn: Eqn, axes: Sequence[str], sizes: Collection[int]) -> bool:
     """Whether a collective over these axes makes an array of so many rows."""
     # An equation with bodies has the effects of what is in them.
     has_bodies = any(jaxprs_in_params(eqn.params))
-    if has_bodies or _compat.named_axes(eqn).isdisjoint(axes):
+    if has_bodies or named_axes(eqn).isdisjoint(axes):
         return False
     shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]
     return any(shape and shape[0] in sizes for shape in shapes)

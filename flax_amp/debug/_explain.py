@@ -14,14 +14,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flax_amp import _compat
-from flax_amp._compat import Jaxpr
+from flax_amp import _jaxprs, _source
+from flax_amp._checks import first_of
+from flax_amp._compat import DType
 from flax_amp._rewriter.policy_warnings import PolicyWarning
-from flax_amp._rewriter.primitives import Kind, inside, is_matmul, kind_of
+from flax_amp._rewriter.primitives import Kind, is_matmul, kind_of
 from flax_amp._rewriter.roles import asked_precision
 from flax_amp._rewriter.transform import trace_call
-from flax_amp._training.arguments import first_of
+from flax_amp.debug import _rounded
 from flax_amp.debug._call import Call, tool
+from flax_amp.debug._graph import Graph
 from flax_amp.debug._record import (
     Equation,
     Recorder,
@@ -41,12 +43,14 @@ from flax_amp.debug._report import (
     short,
     table,
 )
+from flax_amp.debug._rounded import Finding
 from flax_amp.policy import Origin, Policy
 
 ONLY = ("problems", "equations")
 
 _MAX_LINES = 26  # of the tree, so that it fits a screen with all else
 _NOT_IN_FP8 = "not in fp8: "  # how the reason of such a matmul begins
+_NOTE = "note"  # the kind of a finding that is none of the problems
 _NOT_STORED = "what the backward pass stores is not known"
 _SECOND = (
     "belongs to a gradient that your function takes, as for forces. The loss "
@@ -61,8 +65,6 @@ _OWN = (
     "has factors in {0} without amp: its author set a dtype. Leave out dtype= or the "
     "cast to let the policy decide."
 )
-# Results on its way.
-_OF_LOSS = ("float32: no matmul reads it", "float32: a scalar", "carries float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,34 +174,36 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
       >>> matmul.reason, matmul.result, found.low_share
       ('primitive dot_general', 'half precision', 1.0)
     """
-    asked, recorder = call.asked, Recorder()
+    asked = call.asked
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")  # those of the user's code, which a run gives
         warnings.simplefilter("always", PolicyWarning)
         traced = trace_call(call, Policy(asked.entries), asked.dtype)
     messages = [str(warning.message).removeprefix("amp_policy: ") for warning in caught]
 
+    recorder = Recorder(traced.choose)
     emit = functools.partial(traced.emit, recompute=asked.recompute, record=recorder)
     closed = jax.make_jaxpr(emit)(call.arrays)
     # The gradient emits rules of derivatives again.
     rows, visits = tuple(recorder.rows), tuple(recorder.visits)
-    problems = sorted(
-        _problems(visits, asked.dtype), key=lambda x: (-x.flops, -x.times)
-    )
-    stored, notes = None, []
+    graph = Graph(visits) if asked.dtype != jnp.float32 else None
+    findings = list(_findings(visits, graph, call, asked.dtype))
+    problems = sorted(_problems(findings), key=lambda x: (-x.flops, -x.times))
+    notes = [x.message for x in findings if x.kind == _NOTE]
+    notes, stored = list(dict.fromkeys(notes)), None
     if backward:
         try:
             stored = stored_bytes(closed, call.arrays, call.trained())
         except Exception as error:
             text = f"{_NOT_STORED}: {type(error).__name__}: {error}"
-            notes = [text.partition("\n")[0].rstrip(":. ")]
+            notes.append(text.partition("\n")[0].rstrip(":. "))
     return Explanation(
         name=asked.name,
         compute_dtype=asked.dtype.name,
         equations=rows,
         problems=(*(Problem("policy", x) for x in messages), *problems),
         stored=stored,
-        loss_reads=_loss_reads(visits, closed),
+        loss_reads=_rounded.loss_reads(graph) if graph else (),
         notes=tuple(notes),
     )
 
@@ -214,7 +218,7 @@ def _totals(found: Explanation) -> Iterator[tuple[str, str]]:
     matmuls = [row for row in found.equations if row.flops]
     in_fp8 = sum(row.flops for row in matmuls if row.is_in_fp8)
     others = Counter(row.reason for row in matmuls if not row.is_in_fp8)
-    if in_fp8 or any(_NOT_IN_FP8 in reason for reason in others):
+    if any(row.is_in_fp8 is not None for row in matmuls):
         why = [f"{x.removeprefix(_NOT_IN_FP8)} ({n})" for x, n in others.most_common()]
         share = f"{in_fp8 / found.flops:.0%} of them"
         yield "in fp8", f"{share}, not: {'; '.join(why)}" if why else share
@@ -300,16 +304,17 @@ def _without_numbers(path: str) -> str:
     return re.sub(r"\d+", "*", path)
 
 
-def _problems(visits: Sequence[Visit], half: Any) -> Iterator[Problem]:
+def _problems(findings: Sequence[Finding]) -> Iterator[Problem]:
     """Yields what a person has to act on in some equations.
 
     Findings with the same message are one problem: twelve layers whose matmuls ask for
     `precision=HIGHEST` are one line, not twelve.
     """
     found: dict[tuple[str, str], list[Equation]] = defaultdict(list)
-    for visit in visits if half != jnp.float32 else ():
-        for kind_and_message in _findings(visit, half.name):
-            found[kind_and_message].append(visit.row)
+    for kind, message, row in findings:
+        rows = found[kind, message] if kind != _NOTE else [row]
+        if not any(row is x for x in rows):
+            rows.append(row)
     for (kind, message), rows in found.items():
         paths = dict.fromkeys(row.path for row in rows)
         if len(paths) > 3:
@@ -318,7 +323,24 @@ def _problems(visits: Sequence[Visit], half: Any) -> Iterator[Problem]:
         yield Problem(kind, message, tuple(paths), rows[0].source, times, flops)
 
 
-def _findings(visit: Visit, half: str) -> Iterator[tuple[str, str]]:
+def _findings(
+    visits: Sequence[Visit], graph: Graph | None, call: Call, half: DType
+) -> Iterator[Finding]:
+    """Yields what is found in the equations, and in what reads their results."""
+    if graph is None:
+        return
+    for visit in visits:
+        for kind, message in _of_matmul(visit, half.name):
+            yield Finding(kind, message, visit.row)
+    yield from _rounded.ranks(graph)
+    try:
+        are_data = [not is_trained for is_trained in call.trained()]
+    except TypeError:  # nothing is trained
+        are_data = [True] * len(call.arrays)
+    yield from _rounded.positions(graph, are_data, half)
+
+
+def _of_matmul(visit: Visit, half: str) -> Iterator[tuple[str, str]]:
     """Yields the kind and the message of what is wrong with a matmul."""
     row, multiplies = visit.row, is_matmul(visit.eqn)
     floats = list(dict.fromkeys(float_factors(row.before.operands)))
@@ -339,32 +361,14 @@ def _why(visit: Visit, half: str) -> str:
     """Says why a matmul stays in float32, unless the user or JAX has chosen that."""
     row, decision = visit.row, visit.why.decision
     if asked := asked_precision(visit.eqn):
-        if _compat.is_numerics_of_jax(visit.eqn):
+        if _source.is_numerics_of_jax(visit.eqn):
             return ""
         return f"it asks for precision={asked}. Leave that out to run it in {half}."
-    is_by_key = row.reason == f"{decision.origin.value} {decision.key}"
     # The policy that is the default lets all matmuls run in half.
     is_default = decision.origin is Origin.DEFAULT and decision.key != "amp_stop"
-    if row.is_in_fp8 or is_by_key and not is_default:
+    if row.is_in_fp8 or visit.why.is_by_key and not is_default:
         return ""
     if visit.whole is not None:
-        name = visit.whole.primitive.name
+        name = _jaxprs.hi_name(visit.whole) or visit.whole.primitive.name
         return f"it stands inside of {name}, which runs as a whole."
     return f"no key of the policy names {row.primitive}." if is_default else row.reason
-
-
-def _loss_reads(visits: Sequence[Visit], closed: Jaxpr) -> tuple[str, ...]:
-    """Returns which half-precision results the arithmetic of a scalar loss reads."""
-    is_loss = [getattr(x, "shape", None) for x in closed.out_avals[:1]] == [()]
-    halves: dict[Any, str] = {}
-    found: dict[str, None] = {}
-    for row, eqn, why, _ in visits if is_loss else ():
-        if row.result.startswith(_OF_LOSS):
-            read = _compat.variables(eqn.invars)
-            found |= dict.fromkeys(halves[v] for v in read if v in halves)
-        # What a loop or a call gives is computed from what its matmuls round.
-        has_matmul = why.role is not Kind.ORIGINAL and any(map(is_matmul, inside(eqn)))
-        if row.result == "half precision" or has_matmul:
-            text = f"{row.primitive} of {row.path}".removesuffix(" of ")
-            halves |= dict.fromkeys(eqn.outvars, f"{text}, {row.source}")
-    return tuple(found)

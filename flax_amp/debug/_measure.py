@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from flax_amp import _tree
+from flax_amp._checks import check_count
 from flax_amp._rewriter.transform import rewrite
-from flax_amp._training.arguments import check_count
 from flax_amp._training.scaler import first_scaler
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp._training.train_step import make_train_step

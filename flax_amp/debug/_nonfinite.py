@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_amp import _tree
+from flax_amp._checks import first_of
 from flax_amp._compat import Array
 from flax_amp._rewriter.roles import Chooser
 from flax_amp._rewriter.transform import TracedCall
-from flax_amp._training.arguments import first_of
 from flax_amp.debug._call import Call, tool
 from flax_amp.debug._report import Report, is_half, plural, policy_text
 from flax_amp.debug._run import Cause, Finding, Runner, earliest, is_finite, kinds

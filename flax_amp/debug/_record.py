@@ -15,22 +15,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
-from flax_amp import _compat
-from flax_amp._compat import Eqn, Jaxpr, evaluate, open_jaxpr
-from flax_amp._rewriter.primitives import Kind, is_matmul, kind_of
+from flax_amp import _source
+from flax_amp._compat import Eqn, Jaxpr, open_jaxpr
+from flax_amp._jaxprs import evaluate, hi_name, inner_jaxprs
+from flax_amp._rewriter.primitives import Kind, has_matmul, is_matmul, kind_of
 from flax_amp._scope_paths import split_method
+from flax_amp._training.dependence import CALLS
 from flax_amp._training.source_lines import line_of
 from flax_amp._tree import fill, pick
 from flax_amp.debug._report import is_half, short
 
 # What they run is all that there is to tell about them.
-CALLS = frozenset(
-    """jit remat2 shard_map closed_call eval_jaxpr custom_jvp_call custom_vjp_call
-    custom_vmap_call""".split()
-)
-# Their reason tells why they stay in float32.
+TRANSPARENT = CALLS | {"shard_map", "custom_vmap_call"}
+# They run in dtypes of their own, because a key or a fact says so.
 _IN_OWN_DTYPES = (Kind.ORIGINAL, Kind.CALLED)
 # Their bodies, such as the comparison of a sort, are no part of what a reader sees.
 _CASTABLE = (Kind.MATMUL, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
@@ -66,6 +64,10 @@ class Equation:
     times: int  #: how often it runs; the body of a `while` counts once
     flops: int  #: of a matmul or a convolution
     source: str  #: the line of the user's code, with its file
+    #: whether its result is float32 as that of a sum, or because a key says so
+    stays_by_rule: bool = False
+    #: whether its factors are rounded to 8-bit floats; `None` if no key asks for it
+    is_in_fp8: bool | None = None
 
     @property
     def computes_in(self) -> str:
@@ -81,19 +83,6 @@ class Equation:
             factors = float_factors(self.after.operands)
             return bool(factors) and all(map(is_half, factors))
         return any(map(is_half, self.after.operands))
-
-    @property
-    def is_in_fp8(self) -> bool:
-        """Whether it is a matmul whose factors are rounded to 8-bit floats."""
-        return self.reason.startswith("in fp8")
-
-    @property
-    def stays_by_rule(self) -> bool:
-        """Whether its result is float32 as that of a sum, or because a key says so."""
-        is_sum = kind_of(self.primitive) is Kind.SUM
-        is_key = self.result == f"float32: {self.reason}"
-        is_key &= self.computes_in == "float32"
-        return is_key or (is_sum and self.result.startswith("float32"))
 
 
 def low_share(rows: Sequence[Equation]) -> float | None:
@@ -116,7 +105,7 @@ def scopes_of(eqn: Eqn) -> tuple[str, ...]:
     once.
     """
     scopes: list[str] = []
-    for kind, entries in itertools.groupby(_compat.scopes(eqn), type):
+    for kind, entries in itertools.groupby(_source.scopes(eqn), type):
         names = [entry.name for entry in entries if kind.__name__ == "Scope"]
         group = [name for name in names if name not in _OF_CHECKPOINTS]
         scopes = group if group[: len(scopes)] == scopes else scopes + group
@@ -128,7 +117,7 @@ def scopes_of(eqn: Eqn) -> tuple[str, ...]:
 
 def is_derivative(eqn: Eqn) -> bool:
     """Whether an equation is one of a gradient that the user's own function takes."""
-    entries = _compat.scopes(eqn)  # of transformations, too
+    entries = _source.scopes(eqn)  # of transformations, too
     named = (type(x).__name__ for x in entries if x.name == "transpose")
     return any(name != "Scope" for name in named)
 
@@ -190,20 +179,30 @@ class Visit(NamedTuple):
     row: Equation
     eqn: Eqn  # as the user wrote it
     why: Any  # the emitter's `Choice`
+    around: tuple[Eqn, ...] = ()  # those in whose bodies it stands, outermost first
     whole: Eqn | None = None  # what runs as a whole around it, with this why
+
+    @property
+    def is_planned_half(self) -> bool:
+        """Whether others read its first result in half precision."""
+        form = (
+            self.why.plan.forms.get(self.eqn.outvars[0]) if self.eqn.outvars else None
+        )
+        return form is not None and form.is_half
 
 
 class Recorder:
     """Collects rows of the user's equations; an instance is the emitter's `record`."""
 
-    def __init__(self) -> None:
+    def __init__(self, choose: Any = None) -> None:
+        self._choose = choose  # the `Chooser`, for the reasons of what is in loops
         self.visits: list[Visit] = []  # in the order in which they were emitted
         self._entered: dict[int, Eqn] = {}  # by `id`, which others have if it is gone
 
     @property
     def rows(self) -> list[Equation]:
         """The rows of all but calls, of which the equations inside tell all."""
-        return [x.row for x in self.visits if x.row.primitive not in CALLS]
+        return [x.row for x in self.visits if x.row.primitive not in TRANSPARENT]
 
     def __call__(
         self, eqn: Eqn, around: Any, operands: Any, results: Any, why: Any
@@ -211,16 +210,17 @@ class Recorder:
         after = dtypes_of(eqn, operands, results)
         at = Location((*around, eqn))
         self._entered |= {id(outer): outer for outer in around}
-        is_own = why.role in _IN_OWN_DTYPES and why.result.startswith("float32")
-        result = f"float32: {why.reason}" if is_own else why.result
-        row = _row(at, after, why.reason, result)
-        self.visits.append(Visit(row, eqn, why))
+        row = _row(at, after, why.reason, why.result)
+        row.is_in_fp8 = why.is_in_fp8
+        row.stays_by_rule = _stays(row, eqn, why)
+        self.visits.append(Visit(row, eqn, why, tuple(around)))
         if id(eqn) not in self._entered:
             # Bodies are called with halves if the equation is, as a `relu` on the way
             # to a matmul.
             pairs = zip(row.before.operands, after.operands, strict=True)
             lowered = (y for x, y in pairs if x == "float32" and is_half(y))
-            self._add_bodies(at, next(lowered, "float32"), result, self.visits[-1])
+            told = why.result
+            self._add_bodies(at, next(lowered, "float32"), told, self.visits[-1])
 
     def _add_bodies(self, at: Location, float_: str, result: str, whole: Visit) -> None:
         """Adds the rows of the bodies of an equation that runs as a whole.
@@ -230,19 +230,37 @@ class Recorder:
         outer, why = at.eqns[-1], whole.why
         if kind_of(outer) in _CASTABLE or outer.primitive.name == "pallas_call":
             return
-        # No key decided about what is inside of a loop.
-        is_loop = why.role is Kind.STRUCTURED
-        for body, _ in map(open_jaxpr, jaxprs_in_params(outer.params)):
+        # In a loop without a matmul in half precision, each equation has its reason.
+        is_loop = why.role is Kind.STRUCTURED and self._choose is not None
+        for body, _ in map(open_jaxpr, inner_jaxprs(outer)):
+            # Of a hi-primitive, a reader asks for the matmuls that it hides.
+            if hi_name(outer) and not has_matmul(body):
+                continue
             for eqn in body.eqns:
                 before, inner = dtypes_of(eqn), at.of(eqn)
                 sides = before.operands, before.results
                 own = (tuple(float_ if x == "float32" else x for x in y) for y in sides)
-                reason = kind_of(eqn).value if is_loop else why.reason
+                choice = self._choose(eqn, why.body_context) if is_loop else why
+                choice = choice._replace(plan=why.plan)
                 is_first = any(v is x for v in eqn.outvars for x in body.outvars[:1])
                 told = result if is_first else ""
-                row = _row(inner, Dtypes(*own), reason, told)
-                self.visits.append(Visit(row, eqn, why, whole.eqn))
-                self._add_bodies(inner, float_, told, whole)
+                row = _row(inner, Dtypes(*own), choice.reason, told)
+                row.stays_by_rule = is_first and _stays(row, whole.eqn, choice)
+                around = inner.eqns[:-1]
+                self.visits.append(Visit(row, eqn, choice, around, whole.eqn))
+                self._add_bodies(inner, float_, told, whole._replace(why=choice))
+
+
+def _stays(row: Equation, planned: Eqn, why: Any) -> bool:
+    """Whether a result is float32 as that of a sum, or because a key says so.
+
+    The plan knows the first result of `planned`, the equation or the one around it.
+    """
+    form = why.plan.forms.get(planned.outvars[0]) if planned.outvars else None
+    if form is None or form.is_half:
+        return False
+    is_by_key = why.role in _IN_OWN_DTYPES and row.computes_in == "float32"
+    return is_by_key or kind_of(row.primitive) is Kind.SUM
 
 
 def _row(at: Location, after: Dtypes, reason: str, result: str) -> Equation:

@@ -124,11 +124,19 @@ def is_half(dtype: str) -> bool:
     return dtype.startswith(("bfloat16", "float16", "float8", "float6", "float4"))
 
 
-def policy_text(keys: Sequence[str], lines: Sequence[str], own: bool) -> Iterator[str]:
-    """Yields the code of a policy, the user's own or not, with parts in float32."""
+def policy_text(
+    keys: Sequence[str], lines: Sequence[str], own: bool, value: str = "jnp.float32"
+) -> Iterator[str]:
+    """Yields the code of a policy, the user's own or not, with parts in float32.
+
+    `value` is the code of what the keys get.
+    """
     if keys:
-        entries = ", ".join(f'"{key}": jnp.float32' for key in keys)
+        entries = ", ".join(f'"{key}": {value}' for key in keys)
         base = "your_policy" if own else "flax_amp.default_amp_policy"
         yield f"  amp_policy={base} | {{{entries}}}"
-    if lines:
+    if lines and value == "jnp.float32":
         yield f"  flax_amp.amp_stop around {', '.join(lines)}"
+    elif lines:
+        scope = f"  a jax.named_scope around {', '.join(lines)}"
+        yield f"{scope}, with the value {value} in the policy"

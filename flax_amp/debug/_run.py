@@ -25,11 +25,12 @@ import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat, _tree
-from flax_amp._compat import Array, Atom, Eqn, Jaxpr, evaluate
+from flax_amp._compat import Array, Atom, Eqn, Jaxpr
+from flax_amp._jaxprs import bind_in_context, evaluate, named_axes
 from flax_amp._rewriter.primitives import Kind, Trait, bodies, has, kind_of
 from flax_amp._tree import split_list
 from flax_amp.debug._devices import OPTIONS, Devices, Examples, NotAlone
-from flax_amp.debug._record import CALLS, Location
+from flax_amp.debug._record import TRANSPARENT, Location
 from flax_amp.debug._report import plural, short
 
 _CASTS = ("convert_element_type", "flax_amp_spread")
@@ -150,7 +151,7 @@ class Runner:
 
     def _equation(self, eqn: Eqn, values: Sequence[Value], at: Location) -> list[Value]:
         name = eqn.primitive.name
-        if name in CALLS and name != "shard_map":
+        if name in TRANSPARENT and name != "shard_map":
             return self._jaxpr(bodies(eqn)[0], values, at)
         if name == "cond" and len(indices := np.unique(values[0].array)) == 1:
             branches = eqn.params["branches"]
@@ -193,7 +194,7 @@ class Runner:
         arrays, is_eqn = [value.array for value in values], hasattr(item, "primitive")
         if self.devices:
             return list(self.devices.run(item, arrays))
-        run = functools.partial(_compat.bind_in_context if is_eqn else evaluate, item)
+        run = functools.partial(bind_in_context if is_eqn else evaluate, item)
         if is_eqn and not any(jaxprs_in_params(item.params)):
             return list(run(arrays))  # JAX caches it
         if id(item) not in self.compiled:
@@ -281,7 +282,7 @@ class Runner:
         It is not possible if the equation asks for other devices.
         """
         devices = self.devices
-        if not devices or devices.followed is not None or _compat.named_axes(eqn):
+        if not devices or devices.followed is not None or named_axes(eqn):
             return []
         bad = next(x for x in outs if not is_finite(x))
         number = devices.first(~np.isfinite(np.asarray(bad)))

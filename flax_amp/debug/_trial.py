@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from flax_amp._compat import Array, Eqn, evaluate
+from flax_amp._compat import Array, Eqn
+from flax_amp._jaxprs import evaluate
 from flax_amp._rewriter.primitives import Kind, kind_of
 from flax_amp._rewriter.roles import Choice, Chooser, Context
 from flax_amp._rewriter.transform import TracedCall
 from flax_amp.debug._call import Call, Loss
 from flax_amp.debug._record import Recorder, low_share, source_text
 from flax_amp.debug._run import is_finite
-from flax_amp.policy import Policy
+from flax_amp.policy import Decision, Origin, Policy
 
 _MAX_RUNS = 16  # of a search
 # On a CPU, XLA computes halves in float32, and would leave out roundings that other
@@ -56,21 +57,32 @@ class Trials:
         """The run in float32."""
         return self._step(functools.partial(evaluate, self.traced.closed), Recorder())
 
-    def with_float32(self, parts: Collection[Part], entries: Any = None) -> TracedCall:
+    def with_float32(
+        self, parts: Collection[Part], entries: Any = None, value: Any = jnp.float32
+    ) -> TracedCall:
         """Returns the program in half precision, with parts of it in float32.
 
-        The policy is that of the call, unless there are other entries.
+        The policy is that of the call, unless there are other entries. The parts get
+        another value than float32, such as `use_float32_result`, if one is given.
         """
         entries = self._call.asked.entries if entries is None else entries
-        policy = Policy({**entries, **dict.fromkeys(keys_of(parts), jnp.float32)})
-        choose = _LineChooser(policy, self._call.asked.dtype, lines_of(parts))
+        policy = Policy({**entries, **dict.fromkeys(keys_of(parts), value)})
+        forced = None
+        if value is not jnp.float32:
+            forced = Decision(value, Origin.SCOPE, "of a line")
+        half, lines = self._call.asked.dtype, lines_of(parts)
+        choose = _LineChooser(policy, half, lines, forced)
         return self.traced._replace(choose=choose)
 
     def run(
-        self, parts: Collection[Part] = (), scale: float = 1.0, entries: Any = None
+        self,
+        parts: Collection[Part] = (),
+        scale: float = 1.0,
+        entries: Any = None,
+        value: Any = jnp.float32,
     ) -> Trial:
         """Runs what `with_float32` returns, with a scale of the loss."""
-        emit, recorder = self.with_float32(parts, entries).emit, Recorder()
+        emit, recorder = self.with_float32(parts, entries, value).emit, Recorder()
         recompute = self._call.asked.recompute
         return self._step(lambda x: emit(x, recompute, recorder), recorder, scale)
 
@@ -106,11 +118,12 @@ class _LineChooser(Chooser):
     """Follows a policy, and leaves lines of code in float32, as `amp_stop` does."""
 
     lines: tuple[str, ...]
+    decision: Decision | None = None  # that of these lines, if it is another one
 
     def __call__(self, eqn: Eqn, context: Context) -> Choice:
         if source_text(eqn) in self.lines and kind_of(eqn) is not Kind.STRUCTURED:
             stop = self.policy.decide(eqn.primitive, ("amp_stop",))
-            context = context._replace(forced=stop)
+            context = context._replace(forced=self.decision or stop)
         return super().__call__(eqn, context)
 
 

@@ -1,0 +1,301 @@
+"""What reads rounded numbers: a loss, ranks and integers, and sums from positions.
+
+Each search follows the graph of the program, and asks the plan of `amp` what is half.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_amp._compat import Atom, DType
+from flax_amp._rewriter.flow import HALF_ROLES
+from flax_amp._rewriter.primitives import is_layout, is_matmul
+from flax_amp.debug._graph import Graph, Step, Value
+from flax_amp.debug._record import Equation
+
+
+class Finding(NamedTuple):
+    """What is told of an equation: a problem, or a note."""
+
+    kind: str
+    message: str
+    row: Equation
+
+
+def _is_half_step(step: Step) -> bool:
+    """Whether an equation is a matmul in half precision, or one by a key for it."""
+    return step.visit is not None and step.visit.why.role in HALF_ROLES
+
+
+def _rounds(step: Step) -> bool:
+    """Whether an equation is such a one, and gives half precision."""
+    return _is_half_step(step) and step.visit is not None and step.visit.is_planned_half
+
+
+def _floats(step: Step) -> list[Value]:
+    """Returns what an equation computes from, without conditions and indices."""
+    return [value for value in step.operands if value.is_float]
+
+
+# --- the loss ------------------------------------------------------------------------
+
+
+def _scalar(graph: Graph) -> Value | None:
+    """Returns the first result if it is one number, as a loss is."""
+    first = next(iter(graph.results), None)
+    is_loss = first is not None and first.is_float and not first.v.aval.shape
+    return first if is_loss else None
+
+
+def loss_reads(graph: Graph) -> tuple[str, ...]:
+    """Returns the matmuls whose half-precision results the arithmetic of a loss reads.
+
+    The loss is the first result, a scalar. What only decides, as the condition of a
+    loop or an index does, is no number that it is computed from.
+    """
+
+    def follow(step: Step) -> list[Value]:
+        # A matmul in float32 is arithmetic like any other.
+        return [] if _is_half_step(step) else _floats(step)
+
+    loss = _scalar(graph)
+    found = set(filter(_rounds, graph.behind([loss], follow) if loss else ()))
+    rows = [x.visit.row for x in graph.steps if x in found and x.visit]
+    names = [f"{row.primitive} of {row.path}".removesuffix(" of ") for row in rows]
+    pairs = zip(names, rows, strict=True)
+    return tuple(dict.fromkeys(f"{name}, {row.source}" for name, row in pairs))
+
+
+def _trained_loss(graph: Graph) -> Value | None:
+    """Returns the loss, if it is more than a count: computed from floats alone."""
+    loss, inputs = _scalar(graph), set(graph.inputs)
+    for step in graph.behind([loss], _floats) if loss else ():
+        for value in _floats(step):
+            if not inputs.isdisjoint(graph.sources(value)):
+                return loss
+    return None
+
+
+# --- ranks and integers --------------------------------------------------------------
+
+# Neighbors of rounded numbers stay neighbors: what these give is ranked as it is.
+_KEEPS_ORDER = frozenset(
+    """add sub add_any neg mul div abs max min clamp sqrt select_n gather dynamic_slice
+    dynamic_update_slice convert_element_type reduce_precision""".split()
+)
+_TO_INTEGERS = ("floor", "ceil", "round")
+_REMEDY = (
+    "Give its module, or a jax.named_scope around it, the value "
+    "flax_amp.use_float32_result in amp_policy; or jnp.float32, if rounded factors are "
+    "too rough as well."
+)
+_RANKED = (
+    "{0} ranks the rounded result of a matmul, which makes equals of neighbors. "
+    + _REMEDY
+)
+_INTEGERS = "{0} makes integers of the rounded result of a matmul. " + _REMEDY
+_MAY_DIFFER = (
+    "{0}{1} ranks the rounded result of a matmul{2}: of near equals another one may "
+    "come first than in float32, unless its module has the value "
+    "flax_amp.use_float32_result in amp_policy"
+)
+
+
+def ranks(graph: Graph) -> Iterator[Finding]:
+    """Yields the matmuls whose rounded results are ranked, or become integers.
+
+    It is a problem if the loss depends on it (a metric beside the loss does not), or,
+    without a loss, an array that is computed from it, or the nearest of neighbors: the
+    argmin of a difference of large numbers. A class that is only returned is a note.
+    """
+    loss = _trained_loss(graph)
+    for step in graph.steps:
+        keys, given = _ranking(step)
+        chain = list(graph.behind(step.values(keys), _in_order))
+        matmuls = [x for x in chain if _rounds(x) and is_matmul(x.eqn)]
+        if not matmuls:
+            continue
+        told = _told(graph, loss, step, step.values(given), chain, matmuls)
+        for row in (x.visit.row for x in matmuls if told and x.visit):
+            if told == "note":
+                at = f" at {step.visit.row.source}" if step.visit else ""
+                of = f" of {row.path}" if row.path else ""
+                yield Finding("note", _MAY_DIFFER.format(step.name, at, of), row)
+            elif step.name in (*_TO_INTEGERS, "convert_element_type"):
+                yield Finding("integers", _INTEGERS.format(step.name), row)
+            else:
+                yield Finding("ranks", _RANKED.format(step.name), row)
+
+
+def _ranking(step: Step) -> tuple[Sequence[Atom], Sequence[Atom]]:
+    """Returns what an equation ranks, and the ranks or the integers that it gives.
+
+    The numbers that a sort gives are in no other order than they are.
+    """
+    eqn, name = step.eqn, step.name
+    if name in ("argmax", "argmin", *_TO_INTEGERS):
+        return eqn.invars[:1], eqn.outvars
+    if name in ("top_k", "approx_top_k"):
+        return eqn.invars[:1], eqn.outvars[1:]
+    if name == "sort":
+        return eqn.invars[: eqn.params["num_keys"]], eqn.outvars[1:]
+    if name == "convert_element_type":
+        is_integer = jnp.issubdtype(eqn.params["new_dtype"], jnp.integer)
+        return (eqn.invars, eqn.outvars) if is_integer else ((), ())
+    return (), ()
+
+
+def _in_order(step: Step) -> list[Value]:
+    """Returns the operands of what moves, scales or adds."""
+    is_end = _is_half_step(step) or step.name not in _KEEPS_ORDER
+    return _floats(step) if is_layout(step.eqn) or not is_end else []
+
+
+def _told(
+    graph: Graph,
+    loss: Value | None,
+    step: Step,
+    given: Sequence[Value],
+    chain: Sequence[Step],
+    matmuls: Sequence[Step],
+) -> str:
+    """Says whether a ranking is a "problem" or a "note"; empty if it is neither."""
+    reached = graph.ahead(given)
+    if loss is not None and loss in reached:
+        return "problem"
+    results = [x for x in graph.results if x is not None and x in reached]
+    moved = [x for x in results if step in set(graph.behind([x], _moves))]
+    # A metric is one number.
+    arrays = [x for x in results if x.v.aval.shape or x in moved]
+    if not arrays or loss is not None:
+        return "note" if arrays else ""
+    is_read_again = any(x not in moved for x in arrays)
+    return "problem" if is_read_again or _cancels(graph, chain, matmuls) else "note"
+
+
+def _moves(step: Step) -> list[Value]:
+    is_cast = step.name == "convert_element_type"
+    return step.operands if is_cast or is_layout(step.eqn) else []
+
+
+def _cancels(graph: Graph, chain: Sequence[Step], matmuls: Sequence[Step]) -> bool:
+    """Whether something is added to a matmul that is neither a bias nor made of it."""
+    after = graph.ahead([value for x in matmuls for value in x.results])
+    for step in chain:
+        if step.name in ("add", "sub") and step.visit is not None:
+            origins = step.visit.why.plan.origins
+            others = [x for x in step.operands if x not in after and x.v.aval.shape]
+            if any(not origins.read(x.v).is_argument for x in others):
+                return True
+    return False
+
+
+# --- positions -----------------------------------------------------------------------
+
+_ADDS = ("add", "sub", "add_any")
+_SCALES = ("mul", "div")
+_TAKES_FIRST = ("gather", "dynamic_slice")  # what follows are indices
+# Numbers of a constant that may be positions, and are no mask.
+_FAR, _TOO_FAR, _LARGE = 64, 1e6, 2**20
+_POSITIONS = (
+    "is a sum that begins at positions, and half on the way to a matmul: {0} has no "
+    "odd numbers above {1}. Put the sum and what reads it under flax_amp.amp_stop, or "
+    "give its module jnp.float32 in amp_policy."
+)
+
+
+def positions(graph: Graph, are_data: Sequence[bool], half: DType) -> Iterator[Finding]:
+    """Yields the sums of positions and results of matmuls that are half in the plan.
+
+    Positions are made of an `iota`, or are data, which are no parameters, and are not
+    repeated as a bias is; they are moved and scaled at most.
+    """
+    message = _POSITIONS.format(half.name, 2 ** (jnp.finfo(half).nmant + 1))
+    if not graph.steps:  # the program has no equation
+        return
+    search = _Positions(graph, are_data)
+    for step in graph.steps:
+        is_sum = search.add(step)
+        if is_sum and step.visit is not None and step.visit.is_planned_half:
+            # A softmax subtracts the maximum: its scores have a mask or a bias.
+            readers = [x.name for value in step.results for x in graph.readers(value)]
+            if "reduce_max" not in readers:
+                yield Finding("positions", message, step.visit.row)
+
+
+class _Positions:
+    """Finds which values are positions, step by step."""
+
+    def __init__(self, graph: Graph, are_data: Sequence[bool]):
+        self.graph = graph
+        pairs = zip(graph.inputs, are_data, strict=True)
+        # What is data may also be a bias of each example, if it is repeated.
+        self.data = {x for x, is_one in pairs if is_one and x.is_float and _size(x) > 1}
+        self.grids = {x for x, const in graph.consts.items() if _is_grid(const)}
+
+    def add(self, step: Step) -> bool:
+        """Adds the results of a step; says if a matmul's result is added to positions.
+
+        A sum may grow: it is positions for the next step.
+        """
+        values = [x for x in step.operands if x.v.aval.shape]
+        if step.name == "iota":
+            self.grids.update(step.results)
+        if not (values and step.results) or _is_half_step(step):
+            return False
+        values = values[:1] if step.name in _TAKES_FIRST else values
+        for found in (self.grids, self.data):
+            # Data that is repeated is a bias.
+            least = _size(step.results[0]) if found is self.data else 0
+            are_found = [self._is_in(found, x) and _size(x) >= least for x in values]
+            if not any(are_found):
+                continue
+            is_moved = is_layout(step.eqn) or step.name in ("neg", *_TAKES_FIRST)
+            is_moved |= step.name == "convert_element_type"
+            others = [x for x, one in zip(values, are_found, strict=True) if not one]
+            is_scaled = step.name in (*_SCALES, *_ADDS)
+            is_scaled &= all(self._is_number(step, x) for x in others)
+            grows = step.name in _ADDS and any(
+                _is_after_matmul(step, x) for x in values
+            )
+            if (is_moved and not others) or is_scaled or grows:
+                found.update(step.results)
+            if grows:
+                return True
+        return False
+
+    def _is_in(self, found: set[Value], value: Value) -> bool:
+        return not found.isdisjoint(self.graph.sources(value))
+
+    def _is_number(self, step: Step, value: Value) -> bool:
+        """Whether an operand is one number, or positions, too."""
+        if step.visit is not None and value.v in step.visit.why.plan.numbers:
+            return True
+        return self._is_in(self.grids, value) or self._is_in(self.data, value)
+
+
+def _size(value: Value) -> int:
+    return math.prod(value.v.aval.shape)
+
+
+def _is_after_matmul(step: Step, value: Value) -> bool:
+    if step.visit is None:
+        return False
+    return bool(step.visit.why.plan.origins.read(value.v).after_matmul)
+
+
+def _is_grid(const: Any) -> bool:
+    """Whether a constant holds numbers as large as positions are."""
+    is_known = isinstance(const, np.ndarray | jax.Array)
+    if not is_known or isinstance(const, jax.core.Tracer):
+        return False
+    if not getattr(const, "is_fully_addressable", True):
+        return False
+    if not jnp.issubdtype(const.dtype, jnp.floating) or not 1 < const.size < _LARGE:
+        return False
+    largest = float(np.abs(np.asarray(const, np.float64)).max())
+    return _FAR < largest < _TOO_FAR
