@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_amp import _compat, amp, default_amp_policy
+from flax_amp import _source, amp, default_amp_policy
 
 HALVES = (jnp.float16, jnp.bfloat16)
 # On the other versions of JAX one dtype is enough: they treat both in the same way.
@@ -70,7 +70,7 @@ TOLERANCE = {
 def equations(jaxpr: Any, outer: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
     """Yields `(scopes, equation)` of a jaxpr and of every jaxpr inside it."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        scopes = outer + _compat.scope_names(eqn)
+        scopes = outer + _source.scope_names(eqn)
         yield scopes, eqn
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             yield from equations(inner, scopes)

@@ -115,6 +115,51 @@ def test_the_modules_at_fault_are_found():
     assert not any(run.keys for run in few.remedies)
 
 
+def codes(book, x):
+    """Whoever is nearest learns: numbers that half precision has, and their rank."""
+    with jax.named_scope("nearest"):
+        squared = (x**2).sum(-1, keepdims=True) - 2 * x @ book.T
+        best = (squared + (book**2).sum(-1)[None]).argmin(-1)
+    with jax.named_scope("loss"):
+        return ((book[best] - x) ** 2).mean() + ((x @ book.T) ** 2).mean() * 1e-9
+
+
+X_AND_BOOK = [
+    (jax.random.normal(key, (64, 8)) + 4).astype(jnp.bfloat16).astype(jnp.float32)
+    for key in jax.random.split(jax.random.key(0))
+]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("fun", [codes, jax.named_call(codes, name="net")])
+def test_float32_results_are_the_cheaper_remedy(fun):
+    x, book = X_AND_BOOK
+    found = compare_precision(fun, remedies=1)(book, x)
+    in_float32, with_results = found.remedies
+    assert in_float32.gradient_error <= found.threshold < found.as_it_is.gradient_error
+    assert found.best is with_results and with_results.low_share == 1
+    assert in_float32.low_share == 0.5 and in_float32.value == "jnp.float32"
+    assert with_results.name.endswith("nearest with float32 results")
+    (key,) = with_results.keys
+    code = f'flax_amp.default_amp_policy | {{"{key}": flax_amp.use_float32_result}}'
+    assert code in str(found)
+    again = compare_precision(fun, amp_policy=eval(code))(book, x)
+    assert again.as_it_is.gradient_error == with_results.gradient_error
+
+
+def test_float32_results_of_a_line():
+    def loss(book, x):
+        best = ((x**2).sum(-1, keepdims=True) - 2 * x @ book.T).argmin(-1)
+        return ((book[best] - x) ** 2).mean()
+
+    x, book = X_AND_BOOK
+    found = compare_precision(loss)(book, x)
+    best = found.best
+    assert best is found.remedies[-1] and best.value == "flax_amp.use_float32_result"
+    words = f"a jax.named_scope around {best.lines[0]}, with the value {best.value}"
+    assert best.low_share == 1 and words in str(found)
+
+
 SCALES = {
     "flushed": (1e-6, 1, jnp.float16, True),
     "too large": (1.0, 2.0**24, jnp.float16, True),

@@ -95,6 +95,12 @@ KEEPS_MATMULS = {jax.lax.dot_general_p: flax_amp.use_original_precision}
         (jax.named_call(inner, name="head"), {"head": jnp.float32}),
         (flax_amp.amp_stop(jax.jit(inner)), {}),
         (inner, KEEPS_MATMULS),
+        (
+            lambda w, x: jax.lax.fori_loop(
+                0, 3, lambda _, x: jax.named_call(inner, name="head")(w, x), x
+            ),
+            {"head": jnp.float32},
+        ),
     ],
 )
 def test_what_the_user_chose_is_no_problem(fun, additions):

@@ -26,7 +26,7 @@ from jax.extend.core import Literal
 
 from _fuzz_language import AROUND, JOINS, OPS, In, Join, Op, arguments, run
 from _programs import batched
-from flax_amp import PolicyWarning, _compat, amp
+from flax_amp import PolicyWarning, _compat, _jaxprs, amp
 from helpers import (
     HALVES,
     assert_identical,
@@ -185,7 +185,7 @@ class Interpreter:
         self._rng = np.random.default_rng(self.seed)
 
     def __call__(self, closed, args):
-        outs = _compat.evaluate(closed, args, self._equation)
+        outs = _jaxprs.evaluate(closed, args, self._equation)
         return _of_dtype(_compat.open_jaxpr(closed)[0].outvars, outs)
 
     def _equation(self, eqn, args):

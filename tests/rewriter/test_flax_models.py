@@ -107,10 +107,11 @@ def test_the_stream_between_checkpoints_is_half(dtype):
         return checkpoint_name(x + jnp.tanh(norm(x) @ w) @ w, "stream")
 
     def loss(w, x):
-        return jnp.sum(norm(block(block(x @ w, w), w) @ w) ** 3)
+        return jnp.sum(norm(block(block(x @ w[0], w[1]), w[2]) @ w[3]) ** 3)
 
     lowered = amp(loss, compute_dtype=dtype)
-    found = equations_of(lowered, jnp.eye(8), jnp.ones((4, 8)), primitive="name")
+    args = jnp.stack([jnp.eye(8)] * 4), jnp.ones((4, 8))
+    found = equations_of(lowered, *args, primitive="name")
     assert [eqn.invars[0].aval.dtype for eqn in found] == [dtype] * 2
 
 

@@ -140,7 +140,7 @@ def float_dtypes(variables):
 def test_dtypes(name, is_between):
     """Matmuls are half. Alone all else is float32, between matmuls all arithmetic.
 
-    What structured primitives hold is the matter of `test_rules.py`.
+    What structured primitives hold is the matter of `test_bodies.py`.
     """
     row, dtype = ROWS[name], HALVES[len(name) % 2]
     fn = between(row) if is_between else program(row)

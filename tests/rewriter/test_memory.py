@@ -70,6 +70,7 @@ def unrolled(p, x, body=block):
 
 
 def scanned(p, x):
+    x = x @ p["out"][0]  # a stream begins behind a matmul
     return jnp.mean(lax.scan(lambda x, p: (block(p, x), None), x, p)[0] ** 2)
 
 

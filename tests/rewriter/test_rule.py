@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from _programs import WITHIN, layer, norm, normal, over_devices, with_jvp, with_vjp
 from benchmarks.matmuls import exact_matmuls
-from flax_amp import amp, explain
+from flax_amp import amp, default_amp_policy, explain, use_compute_precision
 from helpers import HALVES, MATMULS, equations, equations_of, jit, relative_error
 
 SIZE = 8
@@ -258,3 +258,151 @@ def test_a_table_per_device(check_vma):
         return jit(over_devices(jax.grad(fn), **options))(tables)
 
     assert relative_error(gradient(amp(loss)), gradient(loss)) < 4e-3
+
+
+# --- what decides no dtype -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [62, 66, 200])
+def test_the_size_of_a_jitted_function_decides_no_dtype(count):
+    """It is written out in its place, whatever its size."""
+
+    def moves(y, bias):
+        y = y + bias
+        for i in range(count):
+            y = lax.rev(y, (i % 2,))
+        return y
+
+    def fn(run, w, x, bias):
+        return run(x @ w, bias) @ w
+
+    def found(run):
+        lowered = amp(functools.partial(fn, run), recompute=False)
+        eqns = equations_of(lowered, W, X, W[:1], primitive=("rev", "add"))
+        return [[v.aval.dtype.name for v in eqn.invars] for eqn in eqns]
+
+    assert found(jax.jit(moves)) == found(moves)
+    assert {dtype for pair in found(moves) for dtype in pair} == {"bfloat16"}
+
+
+def test_the_plan_is_asserted():
+    """A wrong plan is an error at trace time, and no wrong dtype."""
+
+    def lies(compute_dtype, original_dtypes, *invars, **params):
+        calls.append(0)
+        dtype = compute_dtype if len(calls) < 2 else jnp.float32
+        return [x.astype(dtype) for x in invars], params
+
+    calls = []
+    policy = default_amp_policy | {lax.tanh_p: lies}
+    with pytest.raises(
+        AssertionError, match=r"tanh .* gave float32; expected bfloat16"
+    ):
+        jax.make_jaxpr(amp(lambda w, x: jnp.tanh(x @ w) @ w, amp_policy=policy))(W, X)
+
+
+# --- keys for sums at indices --------------------------------------------------------
+
+SCATTERS = {
+    "scatter_add": lambda h, i: jnp.zeros_like(h).at[i].add(h),
+    "scatter_mul": lambda h, i: jnp.ones_like(h).at[2 * i].mul(h, unique_indices=True),
+    "scatter_max": lambda h, i: jnp.zeros_like(h).at[i].max(h),
+    "scatter_min": lambda h, i: jnp.zeros_like(h).at[i].min(h),
+}
+
+
+@pytest.mark.parametrize("key", ["primitive", "scope"])
+@pytest.mark.parametrize("name", SCATTERS)
+def test_a_key_for_a_scatter_has_an_effect(name, key):
+    index = jnp.arange(SIZE) // 2
+
+    def loss(w, x):
+        h = jnp.tanh(x @ w)
+        with jax.named_scope("add_up"):
+            h = SCATTERS[name](h, index)
+        return jnp.sum((h @ w) ** 2)
+
+    primitive = getattr(lax, f"{name}_p")
+    entry = {primitive: use_compute_precision, "add_up": jnp.bfloat16}
+    policy = {k: v for k, v in entry.items() if (k == "add_up") == (key == "scope")}
+    lowered = amp(loss, amp_policy=default_amp_policy | policy)
+    (eqn,) = equations_of(lowered, W, X, primitive=primitive.name)
+    dtypes = {v.aval.dtype.name for v in (eqn.invars[0], *eqn.outvars)}
+    assert dtypes == {"bfloat16"}
+    got, exact = (jax.grad(f)(W, X) for f in (lowered, loss))
+    assert relative_error(got, exact) < 0.05
+
+
+# --- found by readers ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["s", lax.iota_p])
+def test_a_key_for_an_equation_without_operands(key):
+    def fn(x):
+        with jax.named_scope("s"):
+            return jnp.sum(jnp.arange(8.0) * jnp.abs(x))
+
+    policy = default_amp_policy | {key: jnp.bfloat16}
+    lowered = amp(lambda w, x: fn((x @ w)[0]), amp_policy=policy)
+    assert relative_error(lowered(W, X), fn((X @ W)[0])) < 0.05
+
+
+def test_calls_of_calls_in_a_scan_take_no_exponential_time():
+    function = lambda x, w: jnp.tanh(x @ w)  # noqa: E731
+    for _ in range(30):
+        function = jax.jit(lambda x, w, f=function: f(f(x, w), w))
+
+    def loss(w, x):
+        return lax.scan(lambda c, w: (function(c, w), None), x @ w[0], w)[0].sum()
+
+    jax.make_jaxpr(amp(loss, recompute=False))(jnp.stack([W, W]), X)
+
+
+def masked(y):
+    return jnp.where(y > 0, y, -1e9)
+
+
+IN_A_SCOPE = {
+    "a mask": masked,
+    "a comparison": lambda y: y * (y > 0),
+    "a variance": jnp.var,
+    "pad": lambda y: jnp.pad(y, 1),
+    "dropout": lambda y: jax.random.bernoulli(jax.random.key(0), 0.5, y.shape) * y,
+    "a quantile": lambda y: jnp.quantile(y, 0.3),
+    "an index": lambda y: y[jnp.arange(4)],
+    "linspace": lambda y: jnp.linspace(0.0, 1.0, SIZE)[None] * y,
+    "segments": lambda y: jax.ops.segment_sum(y, jnp.arange(SIZE) // 2, 4),
+    "clamp": lambda y: lax.clamp(0.0, y, 1.0),
+    "a loop": lambda y: lax.fori_loop(0, 2, lambda i, y: 0.5 * y + i, y),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["half", "third"])
+@pytest.mark.parametrize("name", IN_A_SCOPE)
+def test_a_scope_in_a_dtype(name, dtype):
+    """What has its dtype among its parameters, or a number as an operand."""
+
+    def fn(w, x):
+        with jax.named_scope("a"):
+            return jnp.tanh(IN_A_SCOPE[name](x @ w))
+
+    policy = default_amp_policy | {"a": dtype}
+    for recompute in (True, False):
+        got = jit(amp(fn, amp_policy=policy, recompute=recompute))(W, X)
+        assert got.dtype == jnp.float32
+        assert bool(jnp.isfinite(got).all())
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_sum_over_devices_in_a_third_dtype(check_vma):
+    """Where it is planned, the axis of the mesh has no name."""
+
+    def fn(w, x):
+        with jax.named_scope("a"):
+            return lax.psum(jnp.tanh(x @ w), "data")
+
+    specs = (P(), P("data"))
+    run = over_devices(fn, specs, out_specs=P(), check_vma=check_vma)
+    policy = default_amp_policy | {"a": jnp.float16}
+    got = jit(amp(run, amp_policy=policy))(W, X)
+    assert relative_error(got, run(W, X)) < 0.05

@@ -20,6 +20,8 @@ from helpers import (
     MATMULS,
     dtypes_of,
     equations,
+    equations_of,
+    jit,
     relative_error,
     rewritten_in_float32,
 )
@@ -397,3 +399,52 @@ def test_beside_a_value_of_the_function_around_amp():
         return jax.vmap(run, (None, 0))(W, limits)
 
     assert relative_error(gradient(amp), gradient(lambda f: f)) < 0.03
+
+
+# --- the tangents of a custom_vjp ----------------------------------------------------
+
+
+def _clipped(w, x):
+    return jnp.tanh(x @ w)
+
+
+def _clipped_vjp(pair, g):
+    w, x, y = pair
+    g = jnp.clip(g, -0.01, 0.01) * (1 - y**2)  # which its derivative does not
+    return x.T @ g, g @ w.T
+
+
+clipped = jax.custom_vjp(_clipped)
+clipped.defvjp(
+    lambda w, x: ((y := jnp.tanh(x @ w)), (w, x, y)),
+    _clipped_vjp,
+)
+
+
+CALLS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: (
+        lambda w, x: lax.scan(lambda c, _: (c, f(w, x)), 0, None, length=2)[1][0]
+    ),
+}
+
+
+@pytest.mark.parametrize("around", CALLS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_custom_vjp_in_the_rule_of_a_custom_jvp(dtype, around):
+    """Its backward function is called when the tangents are transposed."""
+    outer = jax.custom_jvp(lambda w, x: clipped(w, x))
+    outer.defjvp(lambda primals, tangents: jax.jvp(clipped, primals, tangents))
+    call, args = CALLS[around](outer), (normal(3, 4, 4) / 2, normal(4, 8, 4))
+
+    def loss(w, x):
+        return 100 * jnp.mean(call(w, x) ** 2)
+
+    grad = jax.grad(amp(loss, compute_dtype=dtype), argnums=(0, 1))
+    for eqn in equations_of(grad, *args, primitive="dot_general"):
+        assert {v.aval.dtype for v in eqn.invars} == {jnp.dtype(dtype)}
+    exact = jax.grad(loss, argnums=(0, 1))(*args)
+    for got, asked in zip(jit(grad)(*args), exact, strict=True):
+        assert relative_error(got, asked) < 2e-2
