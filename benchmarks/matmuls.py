@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
-from flax_amp import _compat
-from flax_amp._compat import evaluate
+from flax_amp import _compat, _source, _tree
+from flax_amp._jaxprs import evaluate
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
@@ -160,7 +160,7 @@ class _Replaced:
         return evaluate(closed, operands, self._equation)
 
     def _equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        with _compat.equation_context(eqn):
+        with _source.equation_context(eqn):
             name, params = eqn.primitive.name, eqn.params
             if name in MATMULS:
                 out = self.matmul(eqn, operands)
@@ -180,7 +180,7 @@ class _Replaced:
 
             def run(*operands: Any) -> list[Any]:
                 pairs = zip(self.run(value, operands), jaxpr.outvars, strict=True)
-                return [_compat.with_weak_type(x, v.aval.weak_type) for x, v in pairs]
+                return [_tree.with_weak_type(x, v.aval.weak_type) for x, v in pairs]
 
             made = jax.make_jaxpr(run)(*map(_struct, jaxpr.invars))
             made = made if hasattr(value, "consts") else made.jaxpr
