@@ -17,6 +17,9 @@ from flax_amp import amp
 from flax_amp._rewriter.origins import Origin, RootMap
 from helpers import exact_jit, relative_error
 
+# The plan is made of jaxprs, which hardly differ between the versions of JAX.
+pytestmark = pytest.mark.once
+
 ROWS, SIZE, LAYERS = 4, 8, 3
 STACKS = [normal(20 + seed, LAYERS, SIZE, SIZE) * 0.3 for seed in range(3)]
 FIRST, LAST = normal(1, SIZE, SIZE) * 0.3, normal(2, SIZE, SIZE) * 0.3

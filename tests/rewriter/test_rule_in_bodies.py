@@ -16,6 +16,9 @@ from _programs import norm, normal, with_jvp, with_vjp
 from flax_amp import amp, explain
 from helpers import HALVES, equations, exact_jit
 
+# The plan is made of jaxprs, which hardly differ between the versions of JAX.
+pytestmark = pytest.mark.once
+
 ROWS, SIZE = 8, 16
 W, V, U = (normal(seed, SIZE, SIZE) / 4 for seed in range(3))
 X = normal(3, ROWS, SIZE)
