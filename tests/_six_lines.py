@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
+from flax_amp._compat import scan_counts
+
 LAYOUT = "reshape transpose rev slice squeeze broadcast_in_dim concatenate split"
 MOVES = LAYOUT + " select_n max neg"
 SUMS = "reduce_sum reduce_max cumsum"
@@ -75,10 +77,9 @@ class Step(NamedTuple):
     @property
     def counts(self):
         """How many operands of a loop each step reads, how many it carries."""
-        params = self.eqn.params
         if self.is_in("scan"):
-            return params["num_consts"], params["num_carry"]
-        return params["body_nconsts"], len(self.outs)
+            return scan_counts(self.eqn)
+        return self.eqn.params["body_nconsts"], len(self.outs)
 
     def for_bodies(self, items):
         """What each body gets, given something for each operand."""
@@ -338,8 +339,6 @@ class Forward:
         is_function = len(arrays) == 1 and not step.is_in(SUMS)
         if states and (is_function or step.is_in(MOVES)):
             origin = origin._replace(is_state=True, is_shared=is_shared)
-        if states and is_function:
-            origin = origin._replace(begins=states[0].begins)
         if not (step.is_in(MOVES) or (is_sum_or_product and len(arrays) == 1)):
             return origin
         begins = [self.of[v].begins for v in arrays if v.is_float]

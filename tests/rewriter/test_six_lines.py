@@ -25,8 +25,6 @@ from flax_amp._rewriter.transform import rewrite
 from flax_amp.policy import Policy
 from helpers import HALVES, exact_jit
 
-# The reading knows the parameters of a scan as one version of JAX has them.
-pytestmark = pytest.mark.once
 COUNT = int(os.environ.get("FLAX_AMP_FUZZ", 0))  # 0: the same programs in every run
 ARGUMENTS = arguments(0)
 
