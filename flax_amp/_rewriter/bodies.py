@@ -6,10 +6,10 @@ A class for each kind says, by its methods,
 - `origins`, forward: what the results come from, given the origins of the operands;
 - `halves`, forward: which results are half. Branches are joined, a loop is a fixed
   point, a call hands through what its body says;
-- `emit`: the results. It changes only what it has to (the bodies, and the dtypes at
-  their borders) and leaves everything else as it is: names, shardings, donation,
-  policies, unrolling. So `jit`, `checkpoint` and `while` are bound again, and not made
-  by public functions, which would lose shardings or a batched condition.
+- `emit`: the results. Bodies, and dtypes in their signatures, change. Names, shardings,
+  donation, policies and unrolling stay. So `jit`, `checkpoint` and `while` are bound
+  again, and not made by public functions, which would lose shardings or a batched
+  condition.
 
 `register` makes the row of the primitive. What has no matmul inside is arithmetic of
 its region: it is bound as it was written, and only `origins` is asked.
@@ -165,17 +165,24 @@ class CustomVjp(Body):
     emit = staticmethod(custom_vjp)
 
 
-@register("custom_lin", body="")
-class CustomLin(Body):
-    """The tangents of a `custom_vjp`: a call of its backward rule, traced later."""
-
-    emit = staticmethod(custom_lin)
+class _InFloat32(Body):
+    """An equation that takes and gives float32, whatever its matmuls do inside."""
 
     def operand_uses(
         self, flows: FlowAnalysis, eqn: Eqn, context: Context, uses: ResultUses
     ) -> tuple[Flags, Flags]:
         every = (True,) * len(eqn.invars)
         return every, every
+
+    def halves(self, planner: Planner, eqn: Eqn, outside: Outside) -> Flags:
+        return (False,) * len(eqn.outvars)
+
+
+@register("custom_lin", body="")
+class CustomLin(_InFloat32):
+    """The tangents of a `custom_vjp`: a call of its backward rule, traced later."""
+
+    emit = staticmethod(custom_lin)
 
     def origins(
         self,
@@ -188,8 +195,10 @@ class CustomLin(Body):
         found = Origin(after_matmul=True, reads=whole.reads, weights=whole.weights)
         return Origins({}, (found,) * len(eqn.outvars), (), 0, {})
 
-    def halves(self, planner: Planner, eqn: Eqn, outside: Outside) -> Flags:
-        return (False,) * len(eqn.outvars)
+
+def _moved(known: Roots, shift: int, roots: Roots) -> Roots:
+    """Returns a set with other bits for the roots that are not known."""
+    return roots & known | (roots & ~known) << shift
 
 
 @register("cond", body="branches")
@@ -213,7 +222,8 @@ class Cond(Body):
             # Each branch numbers the roots that it makes from the same one on.
             before = [o for earlier in results for o in earlier]
             shift = first_root(before).bit_length() - known.bit_length() - 1
-            results.append([o.moved(known, max(shift, 0)) for o in each.results])
+            change = functools.partial(_moved, known, max(shift, 0))
+            results.append([o.mapped(change) for o in each.results])
         biases = functools.reduce(operator.or_, (x.biases for x in found), 0) & known
         pairs = zip(*results, strict=True)
         inputs = zip(*(x.inputs for x in found), strict=True)
@@ -288,16 +298,17 @@ def _origins_of_loop(
 
     own = (first << len(xs)) - first
 
-    def whole(origin: Origin) -> Origin:
-        """Returns an origin with the arrays in the place of their slices."""
-        reads, weights = origin.reads & ~own, origin.weights & ~own
-        for i, o in enumerate(xs):
-            reads |= o.reads if origin.reads & first << i else 0
-            weights |= o.reads if origin.weights & first << i else 0
-        begins = origin.begins & ~own
-        return origin._replace(begins=begins, reads=reads, weights=weights)
+    def of_arrays(roots: Roots) -> Roots:
+        """Returns a set with the roots of the arrays in the place of their slices."""
+        parts = (o.reads for i, o in enumerate(xs) if roots & first << i)
+        return functools.reduce(operator.or_, parts, roots & ~own)
 
-    return found._replace(results=tuple(map(whole, found.results)), biases=biases)
+    results = tuple(
+        # A slice is no copy of its array.
+        o.mapped(of_arrays)._replace(begins=o.begins & ~own)
+        for o in found.results
+    )
+    return found._replace(results=results, biases=biases)
 
 
 class _Scan(NamedTuple):
@@ -341,10 +352,15 @@ class Scan(Body):
         return self._planned(planner, eqn, outside).halves
 
     def _planned(self, planner: Planner, eqn: Eqn, outside: Outside) -> _Scan:
-        """Returns how a scan runs: a fixed point.
+        """Returns how a scan runs; the plan asks, and then what emits it."""
+        key = "scan", eqn.params["jaxpr"], _compat.scan_counts(eqn), outside
+        if key not in planner.cache:
+            planner.cache[key] = self._fixed_point(planner, eqn, outside)
+        found: _Scan = planner.cache[key]
+        return found
 
-        A carry that the body gives in float32, although it was half, is none.
-        """
+    def _fixed_point(self, planner: Planner, eqn: Eqn, outside: Outside) -> _Scan:
+        """Finds the carries that are half and that the body gives so again."""
         closed, sizes = eqn.params["jaxpr"], _compat.scan_counts(eqn)
         consts, init, xs = split_list(outside.origins, *sizes)
         _, carries, _ = split_list(_compat.open_jaxpr(closed)[0].invars, *sizes)
@@ -416,14 +432,8 @@ class Scan(Body):
 
 
 @register("while", body="body_jaxpr")
-class While(Body):
+class While(_InFloat32):
     """A while loop carries float32; reverse mode does not differentiate it."""
-
-    def operand_uses(
-        self, flows: FlowAnalysis, eqn: Eqn, context: Context, uses: ResultUses
-    ) -> tuple[Flags, Flags]:
-        every = (True,) * len(eqn.invars)
-        return every, every
 
     def origins(
         self,
@@ -439,9 +449,6 @@ class While(Body):
         # The loop may run no step at all.
         pairs = zip(init, found.results, strict=True)
         return found._replace(results=tuple(map(joined, pairs)))
-
-    def halves(self, planner: Planner, eqn: Eqn, outside: Outside) -> Flags:
-        return (False,) * len(eqn.outvars)
 
     def emit(
         self, emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside

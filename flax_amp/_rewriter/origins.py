@@ -50,12 +50,8 @@ class Origin(NamedTuple):
     reads: Roots = 0  # the roots that the value was computed from
     weights: Roots = 0  # of these, the factors of matmuls before the value
 
-    def moved(self, known: Roots, shift: int) -> "Origin":
-        """Returns the origin with other bits for the roots that are not known."""
-
-        def change(roots: Roots) -> Roots:
-            return roots & known | (roots & ~known) << shift
-
+    def mapped(self, change: Callable[[Roots], Roots]) -> "Origin":
+        """Returns the origin with another set in the place of each."""
         return self._replace(
             begins=change(self.begins),
             reads=change(self.reads),
@@ -108,9 +104,7 @@ class RootMap:
     gets are equal for each layer of a stack, and the body is planned once.
     """
 
-    def __init__(
-        self, origins: Sequence[Origin], new_root: Callable[[], Roots] | None = None
-    ):
+    def __init__(self, origins: Sequence[Origin], new_root: Callable[[], Roots]):
         """`new_root` makes a root of the program for each root that the body makes."""
         self.new_root = new_root
         self.made: dict[Roots, Roots] = {}  # by a root of the body: that of the program
@@ -130,14 +124,7 @@ class RootMap:
             for place in key:
                 in_body[place] |= 1 << i
         inside = dict(zip(sets, in_body, strict=True))
-        self.inside = tuple(
-            o._replace(
-                begins=inside[o.begins],
-                reads=inside[o.reads],
-                weights=inside[o.weights],
-            )
-            for o in origins
-        )
+        self.inside = tuple(o.mapped(inside.__getitem__) for o in origins)
 
     def to_program(self, roots: Roots) -> Roots:
         """Returns a set of the body for the program."""
@@ -147,18 +134,9 @@ class RootMap:
         count = len(self.classes)
         for bit in _bits(roots >> count << count):
             if bit not in self.made:
-                assert self.new_root is not None
                 self.made[bit] = self.new_root()
             found |= self.made[bit]
         return found
-
-    def result(self, origin: Origin) -> Origin:
-        """Returns the origin of a result of the body for the program."""
-        return origin._replace(
-            begins=self.to_program(origin.begins),
-            reads=self.to_program(origin.reads),
-            weights=self.to_program(origin.weights),
-        )
 
 
 def _bits(roots: Roots) -> list[Roots]:
@@ -195,7 +173,7 @@ def joined(origins: Sequence[Origin]) -> Origin:
 _PARTS = ("slice", "split", "unstack", "gather", "dynamic_slice")
 # `x.at[i].add(y)` adds as `x + y` does.
 _ADDITIONS = ("add", "add_any", "sub", "scatter-add", "scatter-sub")
-_FACTORS = ("mul", "div", "scatter-mul")
+_FACTORS = ("mul", "div", "rem", "scatter-mul")
 
 
 class _Sweep:
@@ -284,7 +262,7 @@ class _Sweep:
         found = rewriting.origins(self.analysis, eqn, context, roots.inside)
         self.biases |= roots.to_program(found.biases)
         self._mark_operands(eqn, found)
-        return list(map(roots.result, found.results))
+        return [o.mapped(roots.to_program) for o in found.results]
 
     def _mark_operands(self, eqn: Eqn, found: Origins) -> None:
         """Marks operands that are the first of a chain of states in a body.
@@ -323,28 +301,30 @@ class _Sweep:
 
     def _along(self, node: Node, origin: Origin) -> Origin:
         """Returns the origin of a result with the data that it carries along."""
-        eqn, name = node.eqn, node.eqn.primitive.name
+        eqn, name, role = node.eqn, node.eqn.primitive.name, node.choice.role
         if not node.in_region:
             return origin
         arrays = [v for v in variables(eqn.invars) if _shape(v)]
+        floats = [v for v in arrays if is_float32(v)]
         if name.startswith("scatter-"):  # the indices stand between
-            arrays = [v for v in arrays if is_float32(v)]
+            arrays = floats
         is_sum_or_product = name in _ADDITIONS or name in _FACTORS
-        if is_sum_or_product and len(arrays) == 2 and all(map(is_float32, arrays)):
+        if is_sum_or_product and len(arrays) == len(floats) == 2:
             return self._sum(eqn, arrays, origin)
-        if not (_moves(node) or (is_sum_or_product and len(arrays) == 1)):
-            # A function of a state alone is one: of boxes, the sigmoid of a logit.
-            is_function = node.choice.role is Kind.ARITHMETIC and len(arrays) == 1
-            of_x = self.of[arrays[0]] if is_function else NOWHERE
-            if of_x.state:
-                return origin._replace(state=of_x.state, begins=of_x.begins)
-            return origin
-        found = [self.of[v] for v in arrays]
-        floats = [self.of[v] for v in arrays if is_float32(v)]
-        # A row of features beside coordinates is data, too.
-        if name == "concatenate" or all(o.begins for o in floats):
-            origin = origin._replace(begins=joined(found).begins)
-        return origin._replace(state=joined(found).state)
+        if _moves(node) or (is_sum_or_product and len(arrays) == 1):
+            whole = joined([self.of[v] for v in arrays])
+            # A row of features beside coordinates is data, too.
+            is_data = name == "concatenate" or all(self.of[v].begins for v in floats)
+            begins = whole.begins if is_data else 0
+            return origin._replace(state=whole.state, begins=begins)
+        # What is made of a state alone is one: sorted coordinates, and for boxes the
+        # sigmoid of a logit. A lookup in a table begins nothing.
+        is_function = role in (Kind.ARITHMETIC, Kind.MOVE) and len(floats) == 1
+        of_x = self.of[floats[0]] if is_function else NOWHERE
+        # A function begins no further sum: the `tanh(c)` of an LSTM is multiplied by a
+        # gate, and the product is no state.
+        begins = of_x.begins if of_x.state and role is Kind.MOVE else 0
+        return origin._replace(state=of_x.state, begins=begins)
 
     def _sum(self, eqn: Eqn, arrays: Sequence[Var], origin: Origin) -> Origin:
         """Returns the origin of `x + y` or `x * y`: a state if `y` depends on `x`.
