@@ -79,9 +79,14 @@ _NAMES = ("remat3", "custom_vjp3", "custom_jvp3", "scan3")
 _FLAGS = [getattr(_CONFIG, name) for name in _NAMES if hasattr(_CONFIG, name)]
 
 
+def makes_hi_primitives() -> bool:
+    """Whether one of these flags is on."""
+    return any(flag.value for flag in _FLAGS)
+
+
 @contextlib.contextmanager
 def ordinary_primitives() -> Iterator[None]:
-    """Traces what it is around, or what it decorates, with these flags off.
+    """Turns these flags off while a block or a decorated function is traced.
 
     JAX traces again what it has traced with them on: they belong to the keys of its
     caches.

@@ -33,8 +33,8 @@ def rounded(x: Array) -> Array:
     """Returns `x` with no more digits than its dtype has.
 
     XLA drops a cast to half precision that is cast up again at once, such as behind a
-    matmul (`--xla_allow_excess_precision`, which is on), so that those who read an
-    array may see other numbers than those who read it from memory.
+    matmul (`--xla_allow_excess_precision`, which is on): the forward pass may see more
+    digits than the backward pass reads from memory.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
         return x

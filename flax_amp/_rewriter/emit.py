@@ -175,6 +175,7 @@ class _Run:
         if read not in self.copies:
             self.copies[read] = copies(x, count)
         left = self.copies[read]
+        # A stored relu reads a half beside its region, which counts as one reader.
         return left.pop() if len(left) > 1 else left[0]
 
     def equation(self, node: Node) -> None:
@@ -362,8 +363,8 @@ class _Run:
         found = []
         for v, x in zip(node.eqn.outvars, results, strict=True):
             form = forms.get(v)
-            if v in self.plan.border:
-                if forms[v].is_both:
+            if form is not None and v in self.plan.border:
+                if form.is_both:
                     self.arrays[Read(v, True)] = x
                 x = down(x, half)
             is_marked = v in self.memory.relus and self._is_marked(v)

@@ -41,8 +41,8 @@ class Piece(NamedTuple):
 
     nodes: Sequence[Node]
     is_apart: bool  # whether it is one equation that no `jax.checkpoint` holds
-    ins: Sequence[Read] = ()  # what they read from outside
-    outs: Sequence[Read] = ()  # what is read of them outside
+    ins: Sequence[Read] = ()  # of variables of other pieces
+    outs: Sequence[Read] = ()  # by other pieces, or results
 
 
 class Memory(NamedTuple):
@@ -133,10 +133,10 @@ def _pieces(nodes: Sequence[Node], results: Reads) -> list[Piece]:
 def _groups(nodes: Sequence[Node]) -> list[Piece]:
     """Returns the equations in groups, as they are emitted.
 
-    Between two equations that stand apart, such as loops, all others are one group, and
-    what one `jax.checkpoint` holds. With one for each region, a scanned GPT on a v5e
-    took 8,920 MB, and takes 5,620 so. The depth of a group is the number of equations
-    on the way to it that stand apart.
+    Equations that stand apart, such as loops, separate the groups, and one
+    `jax.checkpoint` holds each group. With a checkpoint for each region, a scanned GPT
+    on a v5e took 8,920 MB, and takes 5,620 so. The depth of a group is the number of
+    equations on the way to it that stand apart.
     """
     depth: dict[Var, int] = defaultdict(int)
     together: dict[int, list[Node]] = defaultdict(list)

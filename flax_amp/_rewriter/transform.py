@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from flax_amp import _compat, _jaxprs, _source, _tree
 from flax_amp._compat import Array, Arrays, Aval, DType, Jaxpr
-from flax_amp._rewriter import bodies as bodies
+from flax_amp._rewriter import bodies as bodies  # registers what has bodies
 from flax_amp._rewriter.casts import up
 from flax_amp._rewriter.emit import Emitter, Record
 from flax_amp._rewriter.fp8 import check_device
@@ -172,7 +172,9 @@ class TracedCall(NamedTuple):
     ) -> Arrays:
         """Returns the arrays of the function's result, computed in mixed precision."""
         # Rules that a flag of JAX has made need the flag when they are called.
-        has_rules = any(_jaxprs.is_of_flags(visit.eqn) for visit in walk(self.closed))
+        has_rules = _compat.makes_hi_primitives() and any(
+            _jaxprs.is_of_flags(visit.eqn) for visit in walk(self.closed)
+        )
         context = contextlib.nullcontext if has_rules else _compat.ordinary_primitives
         with context():
             return self._emit(arrays, recompute, record)
@@ -180,13 +182,9 @@ class TracedCall(NamedTuple):
     def _emit(self, arrays: Arrays, recompute: bool, record: Record | None) -> Arrays:
         jaxpr, _ = _compat.open_jaxpr(self.closed)
         # Each array among the arguments is a root of its own.
-        origins = [
-            Origin(is_argument=True, begins=root, reads=root)
-            for root in (
-                1 << i if getattr(v.aval, "shape", ()) else 0
-                for i, v in enumerate(jaxpr.invars)
-            )
-        ]
+        are_arrays = [bool(getattr(v.aval, "shape", ())) for v in jaxpr.invars]
+        roots = [is_array << i for i, is_array in enumerate(are_arrays)]
+        origins = [Origin(is_argument=True, begins=x, reads=x) for x in roots]
         halves = (False,) * len(origins)
         outside = Outside.in_float32(Context(), len(jaxpr.outvars), origins, halves)
         half, planner = self.choose.half, Planner(self.choose)

@@ -179,8 +179,9 @@ class Visit(NamedTuple):
     row: Equation
     eqn: Eqn  # as the user wrote it
     why: Any  # the emitter's `Choice`
-    around: tuple[Eqn, ...] = ()  # those in whose bodies it stands, outermost first
-    whole: Eqn | None = None  # what runs as a whole around it, with this why
+    around: tuple[Eqn, ...] = ()  # the equations around it, outermost first
+    # The equation around it that runs as a whole; `why` is its choice then.
+    whole: Eqn | None = None
 
     @property
     def is_planned_half(self) -> bool:

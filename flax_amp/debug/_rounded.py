@@ -27,12 +27,12 @@ class Finding(NamedTuple):
 
 
 def _is_half_step(step: Step) -> bool:
-    """Whether an equation is a matmul in half precision, or one by a key for it."""
+    """Whether an equation runs in half precision: a matmul, or by a policy key."""
     return step.visit is not None and step.visit.why.role in HALF_ROLES
 
 
 def _rounds(step: Step) -> bool:
-    """Whether an equation is such a one, and gives half precision."""
+    """Whether an equation runs in half precision, and its result is half, too."""
     return _is_half_step(step) and step.visit is not None and step.visit.is_planned_half
 
 
@@ -254,19 +254,22 @@ class _Positions:
             are_found = [self._is_in(found, x) and _size(x) >= least for x in values]
             if not any(are_found):
                 continue
-            is_moved = is_layout(step.eqn) or step.name in ("neg", *_TAKES_FIRST)
-            is_moved |= step.name == "convert_element_type"
-            others = [x for x, one in zip(values, are_found, strict=True) if not one]
-            is_scaled = step.name in (*_SCALES, *_ADDS)
-            is_scaled &= all(self._is_number(step, x) for x in others)
-            grows = step.name in _ADDS and any(
-                _is_after_matmul(step, x) for x in values
-            )
-            if (is_moved and not others) or is_scaled or grows:
+            pairs = zip(values, are_found, strict=True)
+            others = [x for x, is_found in pairs if not is_found]
+            is_computed = any(_is_after_matmul(step, x) for x in values)
+            grows = step.name in _ADDS and is_computed
+            if grows or self._is_copy(step, others):
                 found.update(step.results)
             if grows:
                 return True
         return False
+
+    def _is_copy(self, step: Step, others: Sequence[Value]) -> bool:
+        """Whether a step moves positions, or scales them by numbers."""
+        if step.name in (*_SCALES, *_ADDS):
+            return all(self._is_number(step, x) for x in others)
+        names = ("neg", "convert_element_type", *_TAKES_FIRST)
+        return not others and (is_layout(step.eqn) or step.name in names)
 
     def _is_in(self, found: set[Value], value: Value) -> bool:
         return not found.isdisjoint(self.graph.sources(value))
