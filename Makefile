@@ -92,6 +92,7 @@ bench: $(BENCH)/.ready-bench ## Costs for three TPUs and on the CPU; tables and 
 	$(BENCH)/bin/python -m benchmarks mesh $(BENCH_ARGS)
 	$(BENCH)/bin/python -m benchmarks host $(BENCH_ARGS)
 	$(BENCH)/bin/python -m benchmarks error $(BENCH_ARGS)
+	$(BENCH)/bin/python -m benchmarks cpu $(BENCH_ARGS)
 	$(BENCH)/bin/python -m benchmarks step
 	$(BENCH)/bin/python -m benchmarks report
 

@@ -27,11 +27,12 @@ COMMANDS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
     "mesh": ("compiled", "FSDP on 256 described chips", {}),
     "fp8": ("compiled", "matmuls in fp8", _target("tpu7x", *compiled.TPUS, "h200")),
     "gpu": (
-        *("gpu", "measured on the GPU that is here"),
-        {
-            "--platform": dict(default="cuda", help="cpu tries the command out"),
-            "--rounds": dict(type=int, default=30, help="turns of each variant"),
-        },
+        *("timed", "measured on the GPU that is here"),
+        {"--rounds": dict(type=int, default=30, help="turns of each variant")},
+    ),
+    "cpu": (
+        *("timed", "measured on the CPU that is here"),
+        {"--rounds": dict(type=int, default=10, help="turns of each variant")},
     ),
     "host": ("host", "tracing and lowering on the CPU", {}),
     "error": ("error", "error of the gradients, on the CPU", {}),
@@ -63,7 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command of the command line, by default that of this process."""
     options = vars(parser().parse_args(arguments))
     common = ("command", "models", "variants", "size", "folder", "resume")
-    asked = Request(**{key: options.pop(key) for key in common})
+    given = {key: options.pop(key) for key in common}
+    if given["size"] is None:
+        given["size"] = "cpu" if given["command"] == "cpu" else "full"
+    asked = Request(**given)
     module = importlib.import_module(
         f"benchmarks.commands.{COMMANDS[asked.command][0]}"
     )
@@ -77,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     for flag, known in (("--models", models.NAMES), ("--variants", variants.NAMES)):
         text = f"of {', '.join(known)}"
         add(flag, type=_names(known), default=(), metavar="A,B", help=text)
-    add("--size", choices=models.SIZES, default="full")
+    add("--size", choices=models.SIZES, help="by default full; cpu for the command cpu")
     text = "leave out what was measured with the same versions and sources"
     add("--resume", action="store_true", help=text)
     where: Any = dict(type=pathlib.Path, dest="folder", default=results.FOLDER)

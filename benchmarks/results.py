@@ -25,6 +25,7 @@ import sys
 from typing import Any
 
 import flax_amp
+from flax_amp.debug._processor import about_cpu, half_instructions
 
 FOLDER = pathlib.Path(__file__).with_name("results")
 _PACKAGES = """
@@ -88,6 +89,14 @@ class Results:
         lines = [f"- {', '.join(sorted(x))}, {text}" for text, x in dates.items()]
         return "\n".join(lines)
 
+    def about_cpus(self) -> str:
+        """Returns sentences about half precision on the machines of the figures."""
+        lines: dict[str, None] = {}
+        for run in self.runs:
+            told = "; ".join(about_cpu(run["half_instructions"]))
+            lines[f"- {run['machine']}: {told}."] = None
+        return "\n".join(lines)
+
     def _write(self) -> None:
         """Replaces the file at once, or not at all; a list of numbers is one line."""
         stored = ("command", "target", "size", "runs", "cells")
@@ -110,8 +119,13 @@ def made_by(packages: str = "jax") -> str:
 def this_run() -> dict[str, object]:
     """Returns what a stored figure says about the run that measured it."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    run: dict[str, object] = {"command": _command(), "date": now}
-    return run | {"machine": _machine(), "versions": versions()}
+    return {
+        "command": _command(),
+        "date": now,
+        "machine": _machine(),
+        "half_instructions": half_instructions(),
+        "versions": versions(),
+    }
 
 
 def versions() -> dict[str, str]:
@@ -142,10 +156,15 @@ def _listed(found: dict[str, str]) -> str:
 
 def _machine() -> str:
     """Returns the kind and number of the processors of this machine."""
+    return f"{os.cpu_count()} x {processor()}"
+
+
+def processor() -> str:
+    """Returns the name of the processor of this machine."""
     cpus = pathlib.Path("/proc/cpuinfo")
     text = cpus.read_text() if cpus.exists() else ""
     found = re.search(r"model name\s*: (.*)", text)
-    return f"{os.cpu_count()} x {found[1] if found else platform.machine()}"
+    return found[1] if found else platform.machine()
 
 
 def _command() -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks import models
@@ -15,6 +15,12 @@ _TITLES = {
     "estimated_time": ("est. time", 3, True),
     "roofline_ms": ("roofline ms", 3, True),
     "step_ms": ("ms", 3, True),
+    "forward_ms": ("forward ms", 3, True),
+    "step_ms:least": ("step, least ms", 1, True),
+    "step_ms:median": ("median", 1, True),
+    "forward_ms:least": ("forward, least ms", 1, True),
+    "forward_ms:median": ("median", 1, True),
+    "grad_error": ("error %", 2, True),
     "cpu_s": ("CPU s", 3, True),
     "errors": ("error %", 3, True),
     "gb_accessed": ("GB", 2, True),
@@ -24,6 +30,10 @@ _TITLES = {
     "kernels": ("kernels", 0, True),
     "converts": ("converts", 0, False),
     "fp8_matmuls": ("fp8", 0, False),
+}
+_SUMMARIES: dict[str, Callable[[Any], float]] = {
+    "least": min,
+    "median": statistics.median,
 }
 _BFLOAT16 = """
     float32 hand_bf16 smcast_bf16 amp_bf16 amp_step_bf16 jmp_bf16 mpx_bf16 jaxamp_bf16
@@ -43,7 +53,7 @@ class Section:
     title: str
     keys: str
     variants: str = _BFLOAT16
-    models: tuple[str, ...] = models.SIXTEEN
+    models: tuple[str, ...] = models.COMPARED
     baselines: tuple[str, ...] = ("hand_bf16", "smcast_bf16")
     timed: bool = False
 
@@ -74,9 +84,18 @@ class Section:
         found = [cells[name] for name in names if name in cells]
         if self.timed:
             found = [each for each in found if each["run"] == own.get("run")]
-        if not (_TITLES[key][2] and own.get(key)):
+        value = _value(key, own)
+        if not (_TITLES[key][2] and value):
             return []
-        return [_ratio(own[key], each[key]) for each in found if each.get(key)]
+        others = [_value(key, each) for each in found]
+        return [_ratio(value, other) for other in others if other]
+
+
+def _value(key: str, figures: Figures) -> Any:
+    """Returns a figure: "step_ms:least" is the least of the samples of "step_ms"."""
+    name, _, summary = key.partition(":")
+    value = figures.get(name)
+    return _SUMMARIES[summary](value) if summary and value else value
 
 
 def _ratio(figure: Any, other: Any) -> float:
@@ -89,7 +108,7 @@ def _ratio(figure: Any, other: Any) -> float:
 
 def _text(key: str, figures: Figures) -> str:
     """Returns a figure as text; of samples, the mean and its standard error."""
-    figure, digits = figures.get(key), _TITLES[key][1]
+    figure, digits = _value(key, figures), _TITLES[key][1]
     if isinstance(figure, list):
         error = statistics.stdev(figure) / len(figure) ** 0.5 if figure[1:] else 0.0
         return f"{statistics.fmean(figure):.{digits}f} ± {error:.{digits}f}"
@@ -107,8 +126,17 @@ SECTIONS = {
     ),
     "gpu": Section(
         "Measured on a GPU",
-        "step_ms temp_mb peak_mb kernels converts",
+        "step_ms forward_ms temp_mb peak_mb kernels converts",
         _BFLOAT16 + _FLOAT16,
+        timed=True,
+    ),
+    "cpu": Section(
+        "Measured on a CPU",
+        "step_ms:least step_ms:median forward_ms:least forward_ms:median "
+        "temp_mb grad_error",
+        "float32 hand_bf16 smcast_bf16 amp_bf16 amp_step_bf16",
+        models=tuple(models.ON_CPU),
+        baselines=("float32",),
         timed=True,
     ),
     "host": Section(

@@ -50,12 +50,15 @@ class Training(NamedTuple):
       step: `step(carry, batch) -> (carry, loss)`.
       start: `start(params, others) -> carry`, of what `init` gives.
       gradients: `gradients(params, others, batch) -> grads`, to compare variants.
+      forward: `forward(params, others, batch) -> (loss, others)` in the precision of
+        the variant; `None` if its package has no such function.
     """
 
     problem: Problem
     step: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array]]
     start: Callable[[PyTree, PyTree], PyTree]
     gradients: Any
+    forward: Any = None
 
     def shapes(self) -> tuple[PyTree, PyTree]:
         """Returns the shapes and dtypes of a carry and of a batch."""
@@ -110,13 +113,14 @@ def _of_loss(
 ) -> Training:
     """Differentiates the loss of a model, as it is or in a package's function."""
     task = problem(model, size, dtype)
-    grad = jax.value_and_grad(wrap(task.loss), has_aux=True)
+    forward = wrap(task.loss)
+    grad = jax.value_and_grad(forward, has_aux=True)
 
     def gradients(params, others, _, batch):
         (value, others), grads = grad(params, others, batch)
         return Result(value, others, grads)
 
-    return _training(task, gradients)
+    return _training(task, gradients)._replace(forward=forward)
 
 
 def _scaled(
@@ -151,7 +155,8 @@ def _scaled(
         start = jax.tree.map(jnp.zeros_like, params), jnp.asarray(False), scaler()
         return jax.lax.while_loop(lambda x: ~x[1] & (x[2].scale >= 1), step, start)[0]
 
-    return _training(task, gradients, scaler)._replace(gradients=compared)
+    made = _training(task, gradients, scaler)
+    return made._replace(gradients=compared, forward=scaled)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,9 +236,9 @@ def _amp_step(model: str, size: str, way: Way) -> Training:
     """A step, with gradients to compare: of a loss scaled as the hand-set model's."""
     of_loss = _scaled if way.precision == "16-mixed" else _of_loss
     wrap = functools.partial(flax_amp.amp, precision=way.precision)
-    gradients = of_loss(model, size, wrap=wrap).gradients
+    plain = of_loss(model, size, wrap=wrap)
     made = stepped(problem(model, size), way, OPTIMIZER)
-    return made._replace(gradients=gradients)
+    return made._replace(gradients=plain.gradients, forward=plain.forward)
 
 
 class Guarded(TrainState):
@@ -290,7 +295,7 @@ def _guarded(model: str, size: str) -> Training:
         carry, told = guarded_step(_amp(task.loss), carry, batch)
         return carry, told["loss"]
 
-    return Training(task, step, start, plain.gradients)
+    return Training(task, step, start, plain.gradients, plain.forward)
 
 
 def _mpx(model: str, size: str) -> Training:
@@ -328,6 +333,12 @@ _BUILDERS: dict[str, Callable[..., Training]] = {
     "hand_bf16": _partial(_of_loss, dtype=_BF16),
     "smcast_bf16": _partial(_of_loss, dtype=_BF16, wrap=peers.softmax_in_float32),
     "amp_bf16": _partial(_of_loss, wrap=_amp),
+    "amp_graph": _partial(
+        _of_loss, wrap=_partial(_amp, amp_policy=flax_amp.graph_policy)
+    ),
+    "amp_reduce_float32": _partial(
+        _of_loss, wrap=_partial(_amp, reduce_in_float32=True)
+    ),
     "amp_fp8": _partial(_of_loss, wrap=_fp8),
     "amp_step_bf16": _step_of["bfloat16"],
     "guarded_bf16": _guarded,

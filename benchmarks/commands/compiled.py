@@ -94,9 +94,14 @@ def _for_one(devices: Sequence[jax.Device]) -> Compile:
 def compile_for(
     step: Callable[..., Any], shapes: Any, shardings: Any, **jit_options: Any
 ) -> jax.stages.Compiled:
-    """Compiles a step for described devices; the executable cannot be called."""
+    """Compiles a step for described devices; the executable cannot be called.
+
+    It is traced as on a host of these devices (`flax_amp/_rewriter/row_matmuls.py`).
+    """
     options: Any = dict(donate_argnums=0, in_shardings=shardings, **jit_options)
-    return jax.jit(step, **options).lower(*shapes).compile()
+    sharding = jax.tree.leaves(shardings)[0]
+    with jax.default_device(min(sharding.device_set, key=lambda x: x.id)):
+        return jax.jit(step, **options).lower(*shapes).compile()
 
 
 def tpu_devices(target: str) -> list[jax.Device]:

@@ -19,12 +19,21 @@ brackets: the ratio to `hand_bf16` (float16: `hand_fp16`), and to `smcast_bf16` 
 there is a softmax in half precision; of fp8 to `amp_bf16`, of tracing to `float32`.
 
 Pages of their own: [programs of other packages](corpus.md),
-[where training ends](convergence.md), [the soak](soak.md), [the step](step.md).
+[where training ends](convergence.md), [the soak](soak.md), [the step](step.md),
+[times on a CPU](cpu.md).
 
 ## Summary
 
 `amp` as a ratio to the plain hand-set model, and to the expert's where there is a
 softmax in half precision; trace + lower to the float32 model. Less is better.
+"""
+
+_ON_A_CPU = """# Times on a CPU
+
+Made by `python -m benchmarks report` from what `python -m benchmarks cpu` measured: a
+whole training step, and the loss alone, of small models. The variants take turns. In
+brackets: the ratio to `float32`, of the least, of the medians, and of the memory. The
+error is that of the gradient, as this CPU computes it, to the one in `float32`.
 """
 
 # Of the summary, by title: command, variant and figure
@@ -49,14 +58,21 @@ def run(asked: Request) -> None:
     found = [each for each in files if each.command in SECTIONS]
     if not found:
         sys.exit(f"error: there are no results in {asked.folder}")
+    on_cpus = [each for each in found if each.command == "cpu"]
+    found = [each for each in found if each.command != "cpu"]
+    if on_cpus:
+        _write(asked.folder / "cpu.md", [_ON_A_CPU, *map(_section, on_cpus)])
     summary = _summary(found)
     parts = [_TITLE, summary, "![gain](gain.png)", *map(_section, found)]
-    page = "\n\n".join(part.strip() for part in parts) + "\n"
-    write_page(asked.folder / "README.md", page)
+    _write(asked.folder / "README.md", parts)
     for results in found:
         if (results.command, results.target, results.size) == ("tpu", "v5e", "full"):
             draw_gain(results, asked.folder / "gain.png")
     print(summary)
+
+
+def _write(path: pathlib.Path, parts: Sequence[str]) -> None:
+    write_page(path, "\n\n".join(part.strip() for part in parts) + "\n")
 
 
 def _models(results: Results) -> Iterator[tuple[str, dict[str, Figures]]]:
@@ -101,7 +117,10 @@ def _section(results: Results) -> str:
     table = markdown_table([header[i] for i in filled], rows)
     size = ", tiny sizes" if results.size == "tiny" else ""
     title = f"## {section.title} ({results.target}{size})"
-    return "\n\n".join([title, results.made_with(), table, "\n".join(without)])
+    parts = [title, results.made_with(), table, "\n".join(without)]
+    if results.command == "cpu":
+        parts.insert(2, results.about_cpus())
+    return "\n\n".join(parts)
 
 
 # --- the figure of the front page ----------------------------------------------------

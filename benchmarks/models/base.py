@@ -27,7 +27,7 @@ class Problem:
       init: `init(key) -> (params, others)`, where `others` are other collections.
       loss: `loss(params, others, batch) -> (loss, new_others)`.
       batch: `batch(key) -> {"inputs": ..., "labels": ...}`, random; the inputs are an
-        array or a dict of arrays.
+        array or a dict of arrays. A model with dropout has the data of a key, too.
     """
 
     init: Callable[[jax.Array], tuple[PyTree, PyTree]]
@@ -46,7 +46,7 @@ def config(**sizes: Any) -> Config:
 
 
 def sizes(names: str, **sizes: tuple[Any, ...]) -> dict[str, Config]:
-    """Returns configurations of a model, "full" and "tiny", with these names."""
+    """Returns configurations of a model, by the name of the size: "full", "tiny"."""
     return {
         size: config(**dict(zip(names.split(), values, strict=True)))
         for size, values in sizes.items()
@@ -110,10 +110,14 @@ def problem_of(
 
     The model gets the inputs as one argument, and `loss_of(outputs, labels)` is its
     loss. It may have other collections, and may sow terms into "losses", which are
-    added `sown` times.
+    added `sown` times. If the batch has data of a key as "dropout", dropout draws from
+    that key.
     """
 
     def problem(size: str, dtype: DType) -> Problem:
+        if size not in sizes:
+            known = ", ".join(sizes)
+            raise ValueError(f"the model has no size {size!r}; expected one of {known}")
         module, data = model(sizes[size], dtype), functools.partial(batch, sizes[size])
 
         def init(key):
@@ -125,7 +129,12 @@ def problem_of(
 
         def loss(params, others, batch):
             variables, changed = {"params": params, **others}, [*others, "losses"]
-            outputs, updates = module.apply(variables, batch["inputs"], mutable=changed)
+            rngs = {}
+            if "dropout" in batch:
+                rngs["dropout"] = jax.random.wrap_key_data(batch["dropout"])
+            outputs, updates = module.apply(
+                variables, batch["inputs"], mutable=changed, rngs=rngs
+            )
             value = loss_of(outputs, batch["labels"])
             if sown and (terms := jax.tree.leaves(updates.get("losses"))):
                 value = value + sown * sum(terms)

@@ -14,6 +14,7 @@ SIZES = base.sizes(
     "width heads vocab length batch layers",
     full=(768, 12, 30522, 512, 8, 12),
     tiny=(48, 4, 128, 32, 4, 12),
+    cpu=(256, 4, 4096, 128, 4, 4),
 )
 
 

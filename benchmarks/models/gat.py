@@ -1,8 +1,10 @@
-"""A graph attention network (GATv2) in Linen, as public ones are written.
+"""Graph attention networks in Linen, as public ones are written: GATv2, and GAT.
 
 Nodes are gathered for each edge, a softmax over the edges of each receiver is made of
 segment operations, and messages are added up by `jax.ops.segment_sum`.
 """
+
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -14,6 +16,11 @@ from benchmarks.models import base
 SIZES = base.sizes(
     "nodes edges features size classes heads layers",
     full=(20000, 100000, 128, 64, 40, 4, 4),
+    tiny=(64, 256, 24, 12, 10, 4, 4),
+)
+V1_SIZES = base.sizes(
+    "nodes edges features size classes heads layers",
+    full=(20000, 100000, 256, 32, 40, 8, 4),
     tiny=(64, 256, 24, 12, 10, 4, 4),
 )
 
@@ -44,8 +51,35 @@ class Layer(base.Module):
         return y.reshape(count, -1)
 
 
+class LayerV1(base.Module):
+    """The same as it was first published: a score is a sum of two terms.
+
+    The softmax is computed in float32, and its result cast back.
+    """
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, senders: jax.Array, receivers: jax.Array
+    ) -> jax.Array:
+        count, shape = x.shape[0], (self.config.heads, self.config.size)
+        z = nn.DenseGeneral(shape, use_bias=False, dtype=self.dtype)(x)
+        init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+
+        def terms(name: str) -> jax.Array:
+            query = base.cast(self.param(name, init, shape), self.dtype)
+            return jnp.sum(z * query, axis=-1)
+
+        scores = terms("source")[senders] + terms("target")[receivers]
+        scores = nn.leaky_relu(scores, 0.2).astype(jnp.float32)
+        weights = segment_softmax(scores, receivers, count).astype(z.dtype)
+        y = jax.ops.segment_sum(weights[..., None] * z[senders], receivers, count)
+        return y.reshape(count, -1)
+
+
 class GAT(base.Module):
     """Layers of graph attention with shortcuts, and a head for each node."""
+
+    layer: ClassVar[type[base.Module]] = Layer
 
     @nn.compact
     def __call__(self, graph: dict[str, jax.Array]) -> jax.Array:
@@ -53,9 +87,15 @@ class GAT(base.Module):
         edges = graph["senders"], graph["receivers"]
         x = nn.Dense(config.heads * config.size, dtype=dtype)(graph["nodes"])
         for _ in range(config.layers):
-            y = Layer(config, dtype)(nn.LayerNorm(dtype=dtype)(x), *edges)
+            y = self.layer(config, dtype)(nn.LayerNorm(dtype=dtype)(x), *edges)
             x = x + nn.elu(y)
         return nn.Dense(config.classes, dtype=dtype)(x)
+
+
+class GATv1(GAT):
+    """The same with the layers as they were first published."""
+
+    layer = LayerV1
 
 
 def batch(config: base.Config, key: jax.Array) -> base.Batch:
@@ -68,3 +108,4 @@ def batch(config: base.Config, key: jax.Array) -> base.Batch:
 
 
 problem = base.problem_of(GAT, SIZES, batch)
+v1 = base.problem_of(GATv1, V1_SIZES, batch)

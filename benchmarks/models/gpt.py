@@ -16,6 +16,7 @@ SIZES = base.sizes(
     NAMES,
     full=(768, 12, 50304, 1024, 8, 12, True, True),
     tiny=(48, 4, 128, 32, 4, 12, True, True),
+    cpu=(256, 4, 4096, 128, 4, 4, True, True),
 )
 NOREMAT = {size: config._replace(remat=False) for size, config in SIZES.items()}
 # For 256 chips: a sequence for each.

@@ -10,6 +10,7 @@ SIZES = base.sizes(
     "image width classes batch stages",
     full=(224, 64, 1000, 32, (3, 4, 6, 3)),
     tiny=(32, 8, 10, 8, (3, 4, 6, 3)),
+    cpu=(64, 64, 100, 8, (1, 1, 1, 1)),
 )
 
 

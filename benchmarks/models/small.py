@@ -9,6 +9,7 @@ MLP_SIZES = base.sizes(
     "width classes batch",
     full=(4096, 1000, 4096),
     tiny=(64, 10, 8),
+    cpu=(1024, 1000, 256),
 )
 LSTM_SIZES = base.sizes(
     "width vocab length batch",

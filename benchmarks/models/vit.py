@@ -10,6 +10,7 @@ SIZES = base.sizes(
     "image width classes batch patch layers heads",
     full=(224, 384, 1000, 64, 16, 12, 6),
     tiny=(64, 48, 10, 8, 16, 12, 6),
+    cpu=(128, 256, 100, 8, 16, 4, 4),
 )
 
 

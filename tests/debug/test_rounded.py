@@ -273,7 +273,7 @@ def test_amp_stop_around_the_sum_is_a_remedy():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", models.SIXTEEN)
+@pytest.mark.parametrize("name", models.COMPARED)
 def test_models_have_no_problem(name):
     problem = models.problem(name, "tiny")
     with jax.numpy_rank_promotion("allow"):
