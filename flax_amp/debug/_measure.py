@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from flax_amp._training.scaler import first_scaler
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp._training.train_step import make_train_step
 from flax_amp.debug._call import Call, tool
+from flax_amp.debug._processor import about_cpu, half_instructions
 from flax_amp.debug._report import Block, Report, table
 from flax_amp.policy import Policy, Precision, read_options
 
@@ -25,7 +25,6 @@ _PRECISIONS: dict[str, Precision] = {
     "bfloat16": "bf16-mixed",
     "float16": "16-mixed",
 }
-_ON_A_CPU = "On a CPU, XLA emulates half precision: these times say nothing of a GPU."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,6 @@ class Measurement(Report):
 
     def _parts(self, only: str | None = None) -> Iterator[Block]:
         yield f"{self.name} on {self.devices}, the least of {self.steps} steps"
-        yield from (_ON_A_CPU,) if self.platform == "cpu" else ()
         yield ""
         headers = ["", "compile, s", "step, ms", "temporary, MB"]
         yield table(headers, ([name, *self._cells(name)] for name in self.figures))
@@ -76,8 +74,9 @@ def measure(call: Call, *, steps: int = 20) -> Measurement:
       cache, `compile_s` is the time of reading from it.
 
     Args:
-      steps: how many steps to time in each dtype. The dtypes alternate, so that what
-        else the machine does affects all of them.
+      steps: how many steps to time in each dtype, after one to warm up. The dtypes
+        take turns, and each round begins one dtype later, so that what else the
+        machine does affects all of them.
 
     Returns:
       A `Measurement`, or a function that returns one. Print it.
@@ -96,13 +95,15 @@ def measure(call: Call, *, steps: int = 20) -> Measurement:
       (['float32', 'bfloat16', 'float16'], True)
     """
     steps = check_count(steps, f"measure: {steps=}", "of steps to time")
-    compiled, compile_s, step_ms = {}, {}, defaultdict(list)
+    compiled, compile_s = {}, {}
+    step_ms: dict[str, list[float]] = {name: [] for name in _PRECISIONS}
     for name, precision in _PRECISIONS.items():
         program, args = _program(call, precision)
         start = time.perf_counter()
         compiled[name] = program.lower(*args).compile(), args
         compile_s[name] = time.perf_counter() - start
-    for name, (run, args) in [*compiled.items()] * (steps + 1):  # the first is slow
+    for name in _turns(steps + 1):
+        run, args = compiled[name]
         # A step deletes the state that it is given.
         args = jax.block_until_ready(jax.tree.map(_tree.own, args))
         start = time.perf_counter()
@@ -112,32 +113,50 @@ def measure(call: Call, *, steps: int = 20) -> Measurement:
     for name, (run, _) in compiled.items():
         memory = run.memory_analysis()
         temp_mb = None if memory is None else memory.temp_size_in_bytes / 1e6
-        figures[name] = Figures(compile_s[name], min(step_ms[name]), temp_mb)
+        least = min(step_ms[name][1:])  # the first round warms up
+        figures[name] = Figures(compile_s[name], least, temp_mb)
     shardings = jax.tree.leaves(compiled["float32"][0].input_shardings)
     devices = [*set().union(*(x.device_set for x in shardings))]
+    platform = devices[0].platform
     return Measurement(
         name=call.asked.name,
-        platform=devices[0].platform,
+        notes=_about_a_cpu() if platform == "cpu" else (),
+        platform=platform,
         devices=f"{len(devices)} x {devices[0].device_kind}",
         steps=steps,
         figures=figures,
     )
 
 
+def _turns(rounds: int) -> Iterator[str]:
+    """Yields the dtypes once in each round, which begins one dtype later each time."""
+    names = [*_PRECISIONS]
+    for turn in range(rounds):
+        first = turn % len(names)
+        yield from names[first:] + names[:first]
+
+
+def _about_a_cpu() -> tuple[str, ...]:
+    version = f"JAX {jax.__version__}"
+    last = f"times of {version} on a CPU say nothing of a GPU or a TPU"
+    return *about_cpu(half_instructions()), last
+
+
 def _program(call: Call, precision: Precision) -> tuple[Any, tuple[Any, ...]]:
     """Returns what is timed, a step or a loss with its gradient, and its arguments."""
-    state, entries = call.asked.holder, call.asked.entries
+    asked, state, entries = call.asked, call.asked.holder, call.asked.entries
+    reduces: Any = dict(reduce_in_float32=asked.reduce_in_float32)
     if not isinstance(state, AmpTrainState):
         dtype, own = read_options("measure", precision, None, None, entries)
-        loss = rewrite(call.loss, Policy(own), dtype, call.asked.recompute)
+        loss = rewrite(call.loss, Policy(own), dtype, asked.recompute, **reduces)
         return jax.jit(call.gradients(loss)), (jnp.float32(1), call.arrays)
-    loss_fn, *given = call.asked.step
+    loss_fn, *given = asked.step
 
     @functools.wraps(loss_fn)
     def with_aux(*args: Any, **kwargs: Any) -> Any:
         out = loss_fn(*args, **kwargs)
         return out if isinstance(out, tuple) else (out, {})
 
-    step: Any = make_train_step(with_aux, has_aux=True, amp_policy=entries)
+    step: Any = make_train_step(with_aux, has_aux=True, amp_policy=entries, **reduces)
     state = state.replace(precision=precision, scaler=first_scaler(precision))
     return step, (state, *given)

@@ -1,6 +1,7 @@
 """`measure`: what it runs, what it leaves alone, and how it prints. No time counts."""
 
-import dataclasses
+import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax import nnx
 
 import flax_amp
 from flax_amp import AmpTrainState
-from flax_amp.debug import Figures, Measurement, measure
+from flax_amp.debug import Figures, Measurement, _measure, _processor, measure
 from helpers import assert_identical
 
 X = np.ones((4, 8), np.float32)  # of NumPy, as input pipelines give it
@@ -112,8 +113,46 @@ def test_table():
         "float16 30 x1.50 1,173 x0.50 -".split(),
     ]
     assert max(map(len, lines)) <= 80
-    on_a_cpu = str(dataclasses.replace(FOUND, platform="cpu"))
-    assert "XLA emulates half precision" in on_a_cpu
+
+
+# The line of /proc/cpuinfo with the flags, and what is said of this CPU
+CPUS = {
+    "flags : fma f16c": [
+        "this CPU has no instructions for bfloat16 or float16: "
+        "XLA computes in float32 and casts"
+    ],
+    "flags : f16c avx512_bf16 amx_bf16": [
+        "this CPU has avx512_bf16, amx_bf16 for bfloat16",
+        "this CPU has no instructions for float16: XLA computes in float32 and casts",
+    ],
+    "Features : asimd asimdhp bf16": [
+        "this CPU has bf16 for bfloat16 and asimdhp for float16"
+    ],
+    None: ["whether this CPU has instructions for half precision is not known"],
+}
+
+
+@pytest.mark.parametrize("flags, expected", CPUS.items())
+def test_what_is_said_of_a_cpu(flags, expected, tmp_path, monkeypatch):
+    path = tmp_path / "cpuinfo"
+    if flags is not None:
+        path.write_text(f"processor : 0\nmodel name : CPU\n{flags}\n")
+    monkeypatch.setattr(_processor, "_CPUINFO", path)
+    assert _processor.about_cpu(_processor.half_instructions()) == expected
+
+
+def test_the_dtypes_take_turns_and_the_first_round_warms_up(monkeypatch):
+    """With a clock that measures more at each call, the order shows in the times."""
+    calls = itertools.count()
+    clock = types.SimpleNamespace(perf_counter=lambda: next(calls) ** 2)
+    monkeypatch.setattr(_measure, "time", clock)
+    found = measure(plain, steps=1)(W, X)
+    # Six calls while compiling, six in the round that warms up: 13 ** 2 - 12 ** 2
+    step_ms = {name: figures.step_ms for name, figures in found.figures.items()}
+    assert step_ms == {"bfloat16": 25e3, "float16": 29e3, "float32": 33e3}
+    assert found.platform == "cpu"
+    assert found.notes[-1].endswith("on a CPU say nothing of a GPU or a TPU")
+    assert str(found).endswith(f"Note: {found.notes[-1]}.")
 
 
 # --- errors --------------------------------------------------------------------------
