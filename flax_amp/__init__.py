@@ -33,8 +33,12 @@ from flax_amp._training.train_step import make_train_step as make_train_step
 from flax_amp._tree import all_finite as all_finite
 from flax_amp.policy import Precision as Precision
 from flax_amp.policy import default_amp_policy as default_amp_policy
+from flax_amp.policy import graph_policy as graph_policy
 from flax_amp.policy import jaxamp_policy as jaxamp_policy
 from flax_amp.policy import use_compute_precision as use_compute_precision
+from flax_amp.policy import (
+    use_compute_precision_behind_matmuls as use_compute_precision_behind_matmuls,
+)
 from flax_amp.policy import use_float32_result as use_float32_result
 from flax_amp.policy import use_fp8 as use_fp8
 from flax_amp.policy import use_original_precision as use_original_precision
@@ -45,10 +49,10 @@ __all__ = """
 AmpOptimizer AmpTrainState DynamicScalerState PolicyWarning Precision StuckError
 all_finite amp amp_stop check_progress checkpoint compare_precision debug
 default_amp_policy dynamic_scale_grad dynamic_scale_value_and_grad explain
-find_nonfinite init_scaler jaxamp_policy make_eval_step make_nnx_train_step
-make_train_step metrics no_scaler optim scale_loss static_scaler unscale_grads
-update_scaler use_compute_precision use_float32_result use_fp8
-use_original_precision
+find_nonfinite graph_policy init_scaler jaxamp_policy make_eval_step
+make_nnx_train_step make_train_step metrics no_scaler optim scale_loss
+static_scaler unscale_grads update_scaler use_compute_precision
+use_compute_precision_behind_matmuls use_float32_result use_fp8 use_original_precision
 """.split()
 
 

@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend import source_info_util
 
 # What annotations call JAX's objects. Type checkers learn nothing from its classes: an
@@ -139,6 +140,19 @@ def hoist_consts(closed: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:
         return jaxpr, ()
     convert = _private("interpreters.partial_eval").convert_constvars_jaxpr
     return convert(jaxpr), consts
+
+
+def default_device() -> Any:
+    """Returns the device on which JAX runs by default, here and now."""
+    config: Any = jax.config
+    device = config.jax_default_device or jax.devices()[0]
+    return jax.devices(device)[0] if isinstance(device, str) else device
+
+
+def is_in_mesh() -> bool:
+    """Whether a mesh of several devices is a context, which no type tells of."""
+    mesh = _private("mesh").thread_resources.env.physical_mesh
+    return not mesh.empty and mesh.size > 1
 
 
 def takes_symbolic_zeros() -> bool:

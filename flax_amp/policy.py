@@ -74,6 +74,28 @@ def use_compute_precision(
     return operands, with_result_dtype(bind_params, compute_dtype)
 
 
+def use_compute_precision_behind_matmuls(
+    compute_dtype: DTypeLike,
+    original_dtypes: Sequence[DType],
+    *invars: Array,
+    **bind_params: Any,
+) -> BindArguments:
+    """Runs the equation in the compute dtype if a matmul comes before it.
+
+    As the value of a primitive. An equation whose operands come from data, weights and
+    constants alone follows the rule of `amp`: coordinates are subtracted, and edges are
+    counted, in float32. In the body of a loop, what the body gets counts as data.
+
+    Arguments and result as in `use_compute_precision`.
+
+    Example:
+      >>> import flax_amp, jax
+      >>> policy = flax_amp.default_amp_policy | {
+      ...     jax.lax.cumsum_p: flax_amp.use_compute_precision_behind_matmuls}
+    """
+    return use_compute_precision(compute_dtype, original_dtypes, *invars, **bind_params)
+
+
 def use_original_precision(
     compute_dtype: DTypeLike,
     original_dtypes: Sequence[DType],
@@ -204,6 +226,15 @@ default_amp_policy: dict[Any, PrecisionFunction] = {
     _compat.ragged_dot_general_p: use_compute_precision,
     "amp_stop": use_original_precision,
     "amp_default": use_original_precision,
+}
+
+# For graphs: lookups of computed rows and sums over edges are half, too. The default
+# adds up in float32 there, forward and backward, in arrays as large as the messages of
+# all edges. Here they add up in half precision, as in a model whose layers have
+# `dtype=bfloat16`.
+graph_policy: dict[Any, PrecisionFunction] = default_amp_policy | {
+    lax.gather_p: use_compute_precision_behind_matmuls,
+    lax.scatter_add_p: use_compute_precision_behind_matmuls,
 }
 
 _LOW = (lax.add_p, lax.sub_p, lax.dot_general_p, lax.conv_general_dilated_p)

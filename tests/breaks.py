@@ -103,6 +103,9 @@ _rewriter/origins.py
 + classes[(*key, root)] = root
 
 _rewriter/rule.py
+  rewriter/test_reduce_in_float32.py::test_float32_sums[custom_vjp-bfloat16]
+- is_wide |= not self.to_gradients.isdisjoint(node.eqn.outvars)
++ pass
   rewriter/test_six_lines.py::test_each_layer_between_matmuls
 - if origin.is_sum:
 + if False:
@@ -126,11 +129,20 @@ _rewriter/memory.py
   rewriter/test_memory.py::test_effects_run_once_and_in_order
 - own = floor = max(own, floor)
 + own = max(own, 0)
+  rewriter/test_memory.py::test_lookups_are_computed_again
+- if (not is_low and v not in border) or _is_lookup(node, plan):
++ if not is_low and v not in border:
 
 _rewriter/casts.py
   rewriter/test_casts.py::test_copies_under_each_transform
 - wide = [lax.convert_element_type(c, jnp.float32) for c in cotangents]
 + wide = cotangents
+  rewriter/test_casts.py::test_a_gpu_adds_up_a_batch_by_examples
+- if axes and axes[0] == 0 and _has_parts([c.shape[axis] for axis in axes]):
++ if False:
+  rewriter/test_casts.py::test_the_float32_sum_of_each_platform
+- parts = lax.optimization_barrier(lax.reduce_sum(wide, axes[1:]))
++ parts = lax.optimization_barrier(lax.reduce_max(wide, axes[1:]))
 
 _rewriter/emit.py
   rewriter/test_flax_models.py::test_no_cast_is_in_vain
@@ -149,13 +161,41 @@ _rewriter/emit.py
 - results = _jaxprs.bind_in_dtype(eqn, operands, params)
 + results = _compat.bind(eqn, operands, params)
 
+_rewriter/flow.py
+  rewriter/test_graph_policy.py::test_coordinates_and_counts_are_float32
+- if level == 0 and choice.role is Kind.HALF and _is_behind_matmuls(choice):
++ if False:
+
+_rewriter/row_matmuls.py
+  rewriter/test_row_matmuls.py::test_the_matmul_is_one_of_rows_and_columns
+- if is_row_form or several > 1 or not (rows and columns and pairs):
++ if True:
+  rewriter/test_row_matmuls.py::test_other_forms_stay_as_they_are
+- if is_row_form or several > 1 or not (rows and columns and pairs):
++ if False:
+  rewriter/test_row_matmuls.py::test_an_outer_product_stays_as_it_is
+- if is_row_form or several > 1 or not (rows and columns and pairs):
++ if is_row_form or several > 1 or not (rows and columns):
+  rewriter/test_row_matmuls.py::test_an_axis_on_several_devices_is_not_merged
+- if _compat.is_in_mesh() or any(map(_may_be_sharded, factors)):
++ if False:
+
 _rewriter/stored.py
   rewriter/test_memory.py::test_the_forward_pass_rounds
 - elif is_rounded and not in_backward and copies > 1:
 + elif False:
   rewriter/test_memory.py::test_barriers_of_a_marked_value
-- if in_backward and platform in platforms:
-+ if platform in platforms:
+- elif in_backward and platform in platforms:
++ elif platform in platforms:
+  rewriter/test_memory.py::test_maxima_of_each_platform
+- if in_backward and platform in ON_GPU:
++ if False:
+  rewriter/test_memory.py::test_gradients_through_maxima
+- params["again"] = params["again"].batched()
++ pass
+  rewriter/test_memory.py::test_a_maximum_of_what_is_stored_is_stored
+- if not all(available[1:]):  # an array is not stored for its maximum
++ if False:
 
 _rewriter/bodies.py
   rewriter/test_rule_in_bodies.py::test_a_result_is_half_only_if_it_is_in_every_branch
@@ -170,6 +210,17 @@ _rewriter/bodies.py
   rewriter/test_fp8.py::test_a_policy_for_dots_saves_matmuls_in_fp8
 - params["policy"] = PolicyOfPlainMatmuls(params["policy"])
 + pass
+  rewriter/test_reduce_in_float32.py::test_a_policy_of_a_checkpoint_sees_plain_matmuls
+- params["policy"] = PolicyOfWeightMatmuls(params["policy"])
++ pass
+
+_rewriter/weight_matmuls.py
+  rewriter/test_reduce_in_float32.py::test_float32_sums[plain-bfloat16]
+- cotangent = _as_plain(of_plain, g, *others, half=half, dtype=aval.dtype)
++ cotangent = _as_plain(of_plain, g, *others, half=half, dtype=half)
+  rewriter/test_reduce_in_float32.py::test_the_matmuls_of_other_devices_read_halves
+- factors = [down(x, half) for x in operands[:2]]
++ factors = operands[:2]
 
 _rewriter/custom_derivatives.py
   rewriter/test_custom_derivatives.py::test_what_it_closes_over_has_no_derivative

@@ -41,6 +41,7 @@ from flax_amp._rewriter.primitives import bodies, is_float32, register
 from flax_amp._rewriter.roles import Context
 from flax_amp._rewriter.rule import Outside, Planner
 from flax_amp._rewriter.streams import streams
+from flax_amp._rewriter.weight_matmuls import PolicyOfWeightMatmuls
 from flax_amp._tree import split_list
 
 
@@ -115,7 +116,7 @@ class Call(Body):
 
 @register("remat2", body="jaxpr")
 class Checkpoint(Body):
-    """A checkpoint stays as it is: same `prevent_cse`, and same policy but for fp8."""
+    """A checkpoint stays: same `prevent_cse`, same policy but for matmuls of `amp`."""
 
     def emit(
         self, emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
@@ -130,6 +131,8 @@ class Checkpoint(Body):
         params = eqn.params | {"jaxpr": body}
         if emitter.planner.choose.policy.fp8_recipes and params["policy"] is not None:
             params["policy"] = PolicyOfPlainMatmuls(params["policy"])
+        if emitter.reduce_in_float32 and params["policy"] is not None:
+            params["policy"] = PolicyOfWeightMatmuls(params["policy"])
         return _compat.bind(eqn, [*consts, *operands], params)
 
 

@@ -146,11 +146,13 @@ class _Call:
             for x, v in zip(operands, self.eqn.invars, strict=True)
         ]
 
-    def emit(self, closed: Jaxpr, operands: Arrays) -> list[Array]:
+    def emit(
+        self, closed: Jaxpr, operands: Arrays, gradients: Flags = ()
+    ) -> list[Array]:
         """Evaluates a traced function of the rule."""
         jaxpr, consts = _compat.hoist_consts(closed)
         operands = [*map(self._value_of, consts), *operands]
-        return _emitted(self.emitter, self.context, jaxpr, operands)
+        return _emitted(self.emitter, self.context, jaxpr, operands, gradients)
 
     def _value_of(self, const: Any) -> Any:
         """Returns what a dead tracer stands for, and any other constant as it is."""
@@ -168,13 +170,22 @@ class _Call:
 
 
 def _emitted(
-    emitter: Emitter, context: Context, jaxpr: Jaxpr, operands: Arrays
+    emitter: Emitter,
+    context: Context,
+    jaxpr: Jaxpr,
+    operands: Arrays,
+    gradients: Flags,
 ) -> list[Array]:
-    """Evaluates an open jaxpr of a rule, whose operands may come after a matmul."""
+    """Evaluates an open jaxpr of a rule, whose operands may come after a matmul.
+
+    `gradients` are the results that are gradients in float32.
+    """
     origins = [Origin(after_matmul=True)] * len(jaxpr.invars)
     halves = emitter.halves_of(operands, jaxpr.invars)
     known = Outside.in_float32(context, len(jaxpr.outvars), origins, halves)
-    return emitter.emit(jaxpr, operands, known)
+    if emitter.reduce_in_float32:
+        known = known._replace(gradients=gradients)
+    return emitter.replace(in_rule=True).emit(jaxpr, operands, known)
 
 
 def _trace(function: Any, *structs: Any) -> tuple[Jaxpr, Any]:
@@ -265,9 +276,10 @@ def _emit_backward(
 
     closed, _ = _trace(backward, list(structs), pick(outs, has_one))
     given = map(_instantiated, pick(cotangents, has_one))
-    grads = call.emit(closed, [*residuals, *given])
     variables = pick(call.eqn.invars, call.mask)
     halves = pick(call.in_halves, call.mask)
+    gradients = tuple(not is_half for is_half in halves)
+    grads = call.emit(closed, [*residuals, *given], gradients)
     cast = call.emitter.cast_as(grads, variables, halves)
     grads = fill(cast, call.mask, [None] * len(call.mask))
     return (*[None] * len(call.captured), *grads)
@@ -309,7 +321,8 @@ def _emit_transpose(
 
     closed, _ = _trace(of_arrays, *arrays)
     jaxpr, consts = _compat.hoist_consts(closed)
-    outs = _emitted(emitter, context, jaxpr, [*consts, *arrays])
+    gradients = (True,) * len(jaxpr.outvars)
+    outs = _emitted(emitter, context, jaxpr, [*consts, *arrays], gradients)
     cast = emitter.cast_as(outs, jaxpr.outvars, (False,) * len(outs))
     is_found = [x is None for x in static]
     return jax.tree.unflatten(treedef, fill(cast, is_found, static))

@@ -22,10 +22,13 @@ from flax_amp._rewriter.casts import cast_number, copies, down, spread, up
 from flax_amp._rewriter.flow import Flags, Node, Read
 from flax_amp._rewriter.fp8 import fp8_dot, fp8_matmul
 from flax_amp._rewriter.memory import Memory, Piece, memory_of
+from flax_amp._rewriter.origins import Origin
 from flax_amp._rewriter.primitives import Kind, is_float32, is_same_dtype, traits_of
 from flax_amp._rewriter.roles import Choice, call_precision_function
+from flax_amp._rewriter.row_matmuls import bind_matmul
 from flax_amp._rewriter.rule import Form, Outside, Plan, Planner, Way
-from flax_amp._rewriter.stored import NOWHERE, is_saved, mark_stored
+from flax_amp._rewriter.stored import NOWHERE, is_saved, mark_maximum, mark_stored
+from flax_amp._rewriter.weight_matmuls import weight_matmul
 from flax_amp._tree import split_list
 from flax_amp.policy import use_fp8, with_result_dtype
 
@@ -48,7 +51,10 @@ class Emitter:
     planner: Planner
     half: DType  # of matmuls
     recompute: bool  # whether the backward pass computes regions again
+    # Whether matmuls give the gradients of weights in float32.
+    reduce_in_float32: bool = False
     in_loop: bool = False  # whether the equations run again and again
+    in_rule: bool = False  # of a custom derivative, where nobody knows what is a weight
     record: Record | None = None  # is told of each equation
     around: tuple[Eqn, ...] = ()  # those in whose bodies the equations stand
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)  # rewritten bodies
@@ -101,7 +107,7 @@ class Emitter:
         tracing at 24 layers, which `nn.scan` does for the user.
         """
         types = tuple(map(jax.typeof, operands))
-        key = (closed, outside, types, self.in_loop, self.recompute)
+        key = (closed, outside, types, self.in_loop, self.in_rule, self.recompute)
         # With `record`, no cached body is used, so that each call is recorded.
         if key not in self.cache or self.record is not None:
             function = functools.partial(self.emit, closed, outside=outside)
@@ -207,6 +213,8 @@ class _Run:
                 operands, half = self._operands(node), self.emitter.half
                 return operands, [fp8_dot(eqn, *in_fp8, half, operands)], _IN_FP8
             reason = f"not in fp8: {in_fp8}"
+        if any(weights := self._are_weights(node)):
+            return *self._by_weights(node, weights, self.emitter.half), reason
         is_addition = role is Kind.ARITHMETIC
         operands = self._half_operands(
             node, eqn.outvars[0].aval.shape if is_addition else None
@@ -214,7 +222,10 @@ class _Run:
         params = eqn.params
         if any(map(is_float32, eqn.invars)):
             params = with_result_dtype(params, self.emitter.half)
-        results = _jaxprs.bind_in_dtype(eqn, operands, params)
+        if role is Kind.MATMUL:
+            results: Arrays = [bind_matmul(eqn, operands, params)]
+        else:
+            results = _jaxprs.bind_in_dtype(eqn, operands, params)
         # A cast, or an iota, has its dtype among its parameters.
         halves = [True] * len(results)
         return operands, self.emitter.cast_as(results, eqn.outvars, halves), reason
@@ -224,6 +235,9 @@ class _Run:
 
         The matmuls of its derivative are those of a matmul that gives half precision.
         """
+        if self.emitter.reduce_in_float32:
+            weights, float32 = self._are_weights(node), jnp.dtype(jnp.float32)
+            return *self._by_weights(node, weights, float32), node.choice.reason
         operands = self._half_operands(node)
         result = float32_result(node.eqn, operands, self.emitter.half)
         return operands, [result], node.choice.reason
@@ -253,7 +267,10 @@ class _Run:
         if v in self.memory.relus and self._is_marked(v):
             return *self._stored_relu(node), reason
         operands = self._float32_operands(node)
-        return operands, _compat.bind(eqn, operands, eqn.params), reason
+        results = _compat.bind(eqn, operands, eqn.params)
+        if self.recompute and v in self.memory.maxima:
+            results = [mark_maximum(results[0], operands[0], eqn)]
+        return operands, results, reason
 
     def called(self, node: Node) -> tuple[Arrays, Arrays, str]:
         """Emits an equation as a user's precision function says."""
@@ -293,14 +310,49 @@ class _Run:
         """Returns how a matmul runs in fp8, or why it does not."""
         factors = [self.plan.origins.read(v) for v in node.eqn.invars[:2]]
         are_arguments = [o.is_argument for o in factors]
-        # In a loop, a factor that is no weight may come from the step before.
-        are_computed = [
-            o.after_matmul or (self.emitter.in_loop and not o.is_argument)
-            for o in factors
-        ]
+        are_computed = list(map(self._is_computed, factors))
         is_read = node.eqn.outvars[0] in self.plan.flow.for_matmuls
         decision = node.choice.decision
         return fp8_matmul(node.eqn, are_arguments, are_computed, is_read, decision)
+
+    def _is_computed(self, origin: Origin) -> bool:
+        """Whether a factor of a matmul may depend on a matmul, or on the step before.
+
+        In a loop, a factor that is no argument may come from the step before.
+        """
+        is_carried = self.emitter.in_loop and not origin.is_argument
+        return origin.after_matmul or is_carried
+
+    def _are_weights(self, node: Node) -> Flags:
+        """Returns which operands of a matmul get their gradient in float32.
+
+        A weight is computed from arguments alone. In the rule of a custom derivative,
+        whose arguments may be anything, each float32 operand is a weight.
+        """
+        if not self.emitter.reduce_in_float32 or node.choice.role is not Kind.MATMUL:
+            return ()
+        origins, numbers = self.plan.origins, self.plan.numbers
+        return tuple(
+            is_float32(v)
+            and read is not None
+            and v not in numbers
+            and not self.plan.reads_half(read)
+            and (self.emitter.in_rule or not self._is_computed(origins.read(v)))
+            for v, read in zip(node.eqn.invars, node.reads, strict=True)
+        )
+
+    def _by_weights(
+        self, node: Node, weights: Flags, dtype: DType
+    ) -> tuple[Arrays, Arrays]:
+        """Emits a matmul that gives the gradients of its weights in float32."""
+        eqn, half = node.eqn, self.emitter.half
+        given = self._half_operands(node, kept=weights)
+        # It reads its weights rounded.
+        read = [
+            jax.ShapeDtypeStruct(x.shape, half) if is_weight else x
+            for x, is_weight in zip(given, weights, strict=True)
+        ]
+        return read, [weight_matmul(eqn, given, half, dtype)]
 
     def _stored_relu(self, node: Node) -> tuple[Arrays, Arrays]:
         """Emits a relu whose derivative reads its stored result."""
@@ -333,9 +385,9 @@ class _Run:
         return operands
 
     def _half_operands(
-        self, node: Node, shape: tuple[Any, ...] | None = None
+        self, node: Node, shape: tuple[Any, ...] | None = None, kept: Flags = ()
     ) -> list[Array]:
-        """Returns the operands in half precision.
+        """Returns the operands in half precision, but for those that are kept.
 
         `shape` is that of the result of an addition. What is smaller is broadcast in
         float32, so that its derivative adds up in float32.
@@ -344,7 +396,7 @@ class _Run:
         operands = self._operands(node)
         for i, v in enumerate(node.eqn.invars):
             x = operands[i]
-            if not is_float32(v):
+            if not is_float32(v) or (kept and kept[i]):
                 continue
             if not isinstance(v, Literal) and v in numbers and x.dtype != half:
                 number = cast_number(numbers[v], half)
@@ -419,7 +471,7 @@ def float32_result(eqn: Eqn, factors: Arrays, half: DType) -> Array:
     def product(dtype: DType, *factors: Array) -> Array:
         params = with_result_dtype(eqn.params, dtype)
         params |= {"preferred_element_type": jnp.dtype(dtype)}
-        return _compat.bind(eqn, factors, params)[0]
+        return bind_matmul(eqn, factors, params)
 
     @jax.custom_jvp
     def matmul(*factors: Array) -> Array:

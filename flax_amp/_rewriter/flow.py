@@ -36,6 +36,7 @@ from flax_amp._rewriter.primitives import (
     traits_of,
 )
 from flax_amp._rewriter.roles import Choice, Chooser, Context
+from flax_amp.policy import use_compute_precision_behind_matmuls
 
 Flags = tuple[bool, ...]
 
@@ -252,10 +253,18 @@ class FlowAnalysis:
         for eqn in program.eqns:
             choice = self.choose(eqn, context)
             level = max((region[v] for v in variables(eqn.invars)), default=0)
+            if level == 0 and choice.role is Kind.HALF and _is_behind_matmuls(choice):
+                reason = "no matmul comes before it here"
+                choice = choice._replace(role=kind_of(eqn), reason=reason)
             node = Node(eqn, choice, level, self.has_matmul(eqn, choice))
             nodes.append(node)
             region |= dict.fromkeys(eqn.outvars, level + (not node.in_region))
         return Levels(nodes, region)
+
+
+def _is_behind_matmuls(choice: Choice) -> bool:
+    """Whether a key wants half precision only where a matmul comes before."""
+    return choice.decision.function is use_compute_precision_behind_matmuls
 
 
 def is_apart(eqn: Eqn) -> bool:

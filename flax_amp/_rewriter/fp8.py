@@ -123,9 +123,7 @@ def check_device(recipes: Collection[use_fp8]) -> None:
     """Raises a ValueError if a recipe asks, and the default device has no fp8."""
     if all(recipe.emulate is not None for recipe in recipes):
         return
-    config: Any = jax.config
-    device = config.jax_default_device or jax.devices()[0]
-    device = jax.devices(device)[0] if isinstance(device, str) else device
+    device = _compat.default_device()
     if not has_fp8(device):
         raise ValueError(
             f"fp8: the device {device.device_kind!r} has no matmuls in fp8, as "

@@ -7,7 +7,10 @@ barriers keep XLA from merging the two passes.
 Measured and left out, because they buy less than 3 % or cost elsewhere: the gradient of
 a table rounded (0.92 of a Llama's memory, as a key for `gather` does), cotangents
 rounded at borders, scatter-adds in half, operands of activations stored, a minimum cut
-between what is stored and what is computed again (5 % of a ViT's memory, with scipy).
+between what is stored and what is computed again (5 % of a ViT's memory, with scipy),
+and the cotangent of a norm behind a swish rounded (an EfficientNet on an H200 reads and
+writes 1.10 of the bytes by hand, 1.25 so, but a U-Net takes 1.09 of the memory by hand,
+1.02 so, and the backward pass of a region would round inside).
 """
 
 import itertools
@@ -18,7 +21,15 @@ from typing import NamedTuple
 from flax_amp._compat import Eqn, Var
 from flax_amp._jaxprs import variables
 from flax_amp._rewriter.flow import HALF_ROLES, Node, Read, Reads, is_apart
-from flax_amp._rewriter.primitives import Kind, Trait, has, inside, is_relu
+from flax_amp._rewriter.primitives import (
+    Kind,
+    Trait,
+    has,
+    inside,
+    is_float32,
+    is_relu,
+    repeats,
+)
 from flax_amp._rewriter.rule import Plan
 from flax_amp._rewriter.stored import NOWHERE, ON_GPU, ON_GPU_AND_TPU
 
@@ -51,6 +62,7 @@ class Memory(NamedTuple):
     stored: dict[Var, Stored]  # what the backward pass may store
     pieces: Sequence[Piece]  # in the order in which they are emitted
     relus: set[Var]  # whose derivative can read what is stored
+    maxima: set[Var]  # along axes, which some platforms compute again
 
 
 def memory_of(plan: Plan) -> Memory:
@@ -62,7 +74,14 @@ def memory_of(plan: Plan) -> Memory:
         for v in node.eqn.outvars
         if v in plan.border and v not in plan.flow.read_inside
     }
-    return Memory(_stored(plan), _pieces(plan.nodes, plan.results), relus)
+    maxima = {
+        v
+        for node in plan.nodes
+        if node.eqn.primitive.name in ("reduce_max", "reduce_min")
+        for v in node.eqn.outvars
+        if is_float32(v)
+    }
+    return Memory(_stored(plan), _pieces(plan.nodes, plan.results), relus, maxima)
 
 
 def _stored(plan: Plan) -> dict[Var, Stored]:
@@ -74,7 +93,7 @@ def _stored(plan: Plan) -> dict[Var, Stored]:
         is_low = node.choice.role in HALF_ROLES
         is_matmul = node.eqn.primitive.name == "dot_general"
         for v in node.eqn.outvars:
-            if not is_low and v not in border:
+            if (not is_low and v not in border) or _is_lookup(node, plan):
                 continue
             has_barrier = v in plan.flow.for_matmuls and v in by_arithmetic
             on_tpu = is_matmul or v in plan.residual_sums
@@ -87,6 +106,22 @@ def _stored(plan: Plan) -> dict[Var, Stored]:
                 in_loops=v not in border or is_read,
             )
     return stored
+
+
+def _is_lookup(node: Node, plan: Plan) -> bool:
+    """Whether an equation looks up more rows than a computed array has.
+
+    The rows are computed again, because the smaller array is stored instead: a graph
+    attention with 100,000 edges between 20,000 nodes took 722 MB on an H200, and takes
+    577 MB so. Few rows of a large array, such as the masked tokens of a text, are
+    stored. So are rows of a table among the arguments, which would be cast again.
+    """
+    if node.eqn.primitive.name != "gather" or not repeats(node.eqn):
+        return False
+    sizes = [v.aval.size for v in (node.eqn.invars[0], node.eqn.outvars[0])]
+    if not all(isinstance(size, int) for size in sizes) or sizes[0] >= sizes[1]:
+        return False
+    return plan.origins.read(node.eqn.invars[0]).after_matmul
 
 
 def _readings(nodes: Sequence[Node]) -> tuple[set[Var], set[Var]]:

@@ -386,4 +386,5 @@ def _moves(node: Node) -> bool:
         return True
     if node.choice.role is not Kind.MOVE or node.eqn.primitive.name == "gather":
         return False
-    return not (has(node.eqn, Trait.RANKS) or has(node.eqn, Trait.STORED))
+    others = Trait.RANKS, Trait.STORED, Trait.MAXIMUM
+    return not any(has(node.eqn, trait) for trait in others)

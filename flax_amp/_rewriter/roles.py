@@ -15,6 +15,7 @@ from flax_amp.policy import (
     Origin,
     Policy,
     use_compute_precision,
+    use_compute_precision_behind_matmuls,
     use_float32_result,
     use_fp8,
     use_original_precision,
@@ -101,7 +102,11 @@ class Chooser:
         if is_original or (is_of_matmuls and kind is not Kind.MATMUL):
             is_own = kind is Kind.MATMUL or kind is Kind.LINEAR_ALGEBRA
             return Kind.ORIGINAL if is_own else kind, kind.value
-        if is_of_matmuls or function in (use_compute_precision, InDtype(self.half)):
+        in_half = (
+            *(use_compute_precision, use_compute_precision_behind_matmuls),
+            InDtype(self.half),
+        )
+        if is_of_matmuls or function in in_half:
             return self._in_half(eqn, kind, decision)
         if isinstance(function, InDtype) and not _is_castable(eqn):
             return Kind.ORIGINAL, f"{eqn.primitive.name} runs in its own dtypes only"

@@ -35,6 +35,7 @@ class AmpOptions(TypedDict, total=False):
     amp_policy: PolicyEntries | None
     matmul_dtype: MatmulDType
     recompute: bool
+    reduce_in_float32: bool
 
 
 @overload
@@ -49,6 +50,7 @@ def amp(
     amp_policy: PolicyEntries | None = None,
     matmul_dtype: MatmulDType = None,
     recompute: bool = True,
+    reduce_in_float32: bool = False,
 ) -> Any:
     """Transforms a float32 function into one that computes in mixed precision.
 
@@ -82,6 +84,10 @@ def amp(
       recompute: whether the backward pass computes the arithmetic between matmuls again
         from what is stored: results of matmuls, what other matmuls read, and sums. The
         bodies of your own `jax.checkpoint` keep their policy.
+      reduce_in_float32: whether the matmul that gives the gradient of a float32 weight
+        gives its float32 sum, which otherwise is rounded to half precision. In a
+        sharded `jit`, gradients then travel and add up over devices in float32, which
+        is at least twice the bytes (`docs/devices.md`).
 
     Returns:
       The transformed function.
@@ -106,6 +112,10 @@ def amp(
     policy = Policy(entries)
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute: got {recompute!r}; expected True or False.")
+    if not isinstance(reduce_in_float32, bool):
+        raise TypeError(
+            f"reduce_in_float32: got {reduce_in_float32!r}; expected True or False."
+        )
     # Rewritten in float32, cotangents would add up in another order: 184 of 256
     # elements of the gradient of a Sinkhorn loss differed.
     is_identity = dtype == jnp.float32 and not policy.may_leave_float32
@@ -118,7 +128,12 @@ def amp(
                 "function of float32 arrays, or no positional argument to use amp as a "
                 "decorator with arguments, such as @amp(compute_dtype=jnp.bfloat16)."
             )
-        run = fun if is_identity else rewrite(fun, policy, dtype, recompute)
+        run = fun
+        if not is_identity:
+            options: Any = dict(
+                recompute=recompute, reduce_in_float32=reduce_in_float32
+            )
+            run = rewrite(fun, policy, dtype, **options)
 
         @rewritten
         @functools.wraps(fun)
@@ -137,6 +152,7 @@ def rewrite(
     recompute: bool = False,
     record: Record | None = None,
     observe: Callable[["TracedCall"], None] | None = None,
+    reduce_in_float32: bool = False,
 ) -> Callable[..., Any]:
     """Returns a function that is traced and rewritten at each call, in float32 too.
 
@@ -153,7 +169,7 @@ def rewrite(
         if observe is not None:
             observe(traced)
         arrays = [x for x in call.inputs if _tree.is_array(x)]
-        outs = traced.emit(arrays, recompute, record)
+        outs = traced.emit(arrays, recompute, record, reduce_in_float32)
         return call.finish(traced.rebuild(outs))
 
     return run
@@ -168,7 +184,11 @@ class TracedCall(NamedTuple):
     names: Sequence[str]  # of the inputs, such as `params['w']`
 
     def emit(
-        self, arrays: Arrays, recompute: bool = True, record: Record | None = None
+        self,
+        arrays: Arrays,
+        recompute: bool = True,
+        record: Record | None = None,
+        reduce_in_float32: bool = False,
     ) -> Arrays:
         """Returns the arrays of the function's result, computed in mixed precision."""
         # Rules that a flag of JAX has made need the flag when they are called.
@@ -177,9 +197,15 @@ class TracedCall(NamedTuple):
         )
         context = contextlib.nullcontext if has_rules else _compat.ordinary_primitives
         with context():
-            return self._emit(arrays, recompute, record)
+            return self._emit(arrays, recompute, record, reduce_in_float32)
 
-    def _emit(self, arrays: Arrays, recompute: bool, record: Record | None) -> Arrays:
+    def _emit(
+        self,
+        arrays: Arrays,
+        recompute: bool,
+        record: Record | None,
+        reduce_in_float32: bool,
+    ) -> Arrays:
         jaxpr, _ = _compat.open_jaxpr(self.closed)
         # Each array among the arguments is a root of its own.
         are_arrays = [bool(getattr(v.aval, "shape", ())) for v in jaxpr.invars]
@@ -188,8 +214,10 @@ class TracedCall(NamedTuple):
         halves = (False,) * len(origins)
         outside = Outside.in_float32(Context(), len(jaxpr.outvars), origins, halves)
         half, planner = self.choose.half, Planner(self.choose)
-        recompute &= half != jnp.float32  # where there is nothing to save
-        emitter = Emitter(planner, half, recompute, record=record)
+        is_half = half != jnp.float32
+        recompute &= is_half  # where there is nothing to save
+        reduce_in_float32 &= is_half
+        emitter = Emitter(planner, half, recompute, reduce_in_float32, record=record)
         outs = emitter.emit(self.closed, arrays, outside)
         if half != jnp.float32:
             warn_of_fp8(self.choose.policy, emitter.fp8)

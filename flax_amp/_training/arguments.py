@@ -21,6 +21,7 @@ class Options(NamedTuple):
     loss_fn: UserFn
     precision: Precision | None  # instead of that of the state
     amp_policy: PolicyEntries | None
+    reduce_in_float32: bool = False
     has_aux: bool = False
     redo_on_nan: int = 0
     accum_steps: int = 1
@@ -57,9 +58,11 @@ def check_options(given: Options) -> Options:
     check_type(given.loss_fn, Callable, f"{caller}: the function", expected)
     expected = "a function of (state, grads, updates), or of (model, ...) for NNX."
     check_type(given.metrics_fn, Callable | None, f"{caller}: metrics_fn", expected)
-    check_flags(caller, has_aux=given.has_aux)
+    flags = dict(has_aux=given.has_aux, reduce_in_float32=given.reduce_in_float32)
+    check_flags(caller, **flags)
     Policy(given.amp_policy)  # a wrong one fails where the step is made
     names = [x for x in ("precision", "amp_policy") if getattr(given, x) is not None]
+    names += ["reduce_in_float32"] if given.reduce_in_float32 else []
     if names and is_rewritten(given.loss_fn):
         raise ValueError(
             f"{given.loss_name} is amp(...) already, and {', '.join(names)} is given; "

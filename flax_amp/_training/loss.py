@@ -97,7 +97,12 @@ def in_precision(
     if is_identity and not options.averages:
         return pure
     # A float32 loss is rewritten, too, so that one trace serves `observe` and the step.
-    return rewritten(rewrite(pure, policy, dtype, recompute, observe=observe))
+    run = rewrite(
+        *(pure, policy, dtype, recompute),
+        observe=observe,
+        reduce_in_float32=bool(options.reduce_in_float32),
+    )
+    return rewritten(run)
 
 
 def fold_in(rngs: PyTree, data: Any) -> PyTree:

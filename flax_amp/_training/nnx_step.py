@@ -33,6 +33,7 @@ def make_nnx_train_step(
     has_aux: bool = False,
     precision: Precision | None = None,
     amp_policy: PolicyEntries | None = None,
+    reduce_in_float32: bool = False,
     redo_on_nan: int = 0,
     accum_steps: int = 1,
     axis_name: AxisName = None,
@@ -54,7 +55,8 @@ def make_nnx_train_step(
         `nnx.metrics.Metric`, are updated like the model, but neither train nor split.
       precision: what to compute in. It wins over the `precision` of the optimizer. A
         plain `nnx.Optimizer` tells none: for it, the default is "bf16-mixed".
-      has_aux, amp_policy, redo_on_nan, accum_steps, axis_name: see `make_train_step`.
+      has_aux, amp_policy, reduce_in_float32, redo_on_nan, accum_steps, axis_name: see
+        `make_train_step`.
       metrics_fn: `metrics_fn(model, grads, updates)`, as in `make_train_step`. `model`
         is a copy of the model before the update; `grads` and `updates` are an
         `nnx.State` of what trains, as `nnx.grad` returns it.
@@ -78,7 +80,8 @@ def make_nnx_train_step(
       >>> int(optimizer.step[...]), bool(metrics["grads_finite"])
       (1, True)
     """
-    of_passes = has_aux, redo_on_nan, accum_steps, axis_name, metrics_fn
+    of_passes: Any = redo_on_nan, accum_steps, axis_name, metrics_fn
+    of_passes = reduce_in_float32, has_aux, *of_passes
     options = Options("make_nnx_train_step", loss_fn, precision, amp_policy, *of_passes)
     options = check_options(options)
     check_flags(options.caller, donate=donate, jit=jit)

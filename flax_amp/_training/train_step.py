@@ -53,6 +53,7 @@ def make_train_step(
     has_aux: bool = False,
     precision: Precision | None = None,
     amp_policy: PolicyEntries | None = None,
+    reduce_in_float32: bool = False,
     redo_on_nan: int = 0,
     accum_steps: int = 1,
     axis_name: AxisName = None,
@@ -80,7 +81,7 @@ def make_train_step(
         is the weight of this loss among those of other micro-batches and devices. For a
         mean over tokens, it is their number. It has no derivative by the parameters.
       precision: what to compute in. It wins over the `precision` of the state.
-      amp_policy: see `flax_amp.amp`.
+      amp_policy, reduce_in_float32: see `flax_amp.amp`.
       redo_on_nan: how often at most to compute the same batch again with a lower
         scale, while the loss is finite, the gradients are not, and the scale can fall.
       accum_steps: the number of micro-batches. The leading axis of every leaf of the
@@ -146,7 +147,8 @@ def make_train_step(
       >>> int(state.step), bool(metrics["grads_finite"])
       (1, True)
     """
-    of_passes = has_aux, redo_on_nan, accum_steps, axis_name, metrics_fn
+    of_passes: Any = redo_on_nan, accum_steps, axis_name, metrics_fn
+    of_passes = reduce_in_float32, has_aux, *of_passes
     options = Options("make_train_step", loss_fn, precision, amp_policy, *of_passes)
     options = check_options(options)
     check_flags(options.caller, donate=donate, jit=jit)

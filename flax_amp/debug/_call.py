@@ -121,6 +121,7 @@ class Asked:
     dtype: DType = jnp.dtype(jnp.bfloat16)
     entries: PolicyEntries = dataclasses.field(default_factory=dict)
     recompute: bool = True
+    reduce_in_float32: bool = False
     has_own_policy: bool = False  # whether the user gave one
     step: tuple[Any, ...] = ()  # the loss function, and what the step takes after it
 
@@ -135,6 +136,7 @@ class Asked:
         matmul_dtype: MatmulDType = None,
         amp_policy: PolicyEntries | None = None,
         recompute: bool = True,
+        reduce_in_float32: bool = False,
     ) -> "Asked":
         """Checks the arguments of a tool."""
         loss_fn, *given = _loss_and_rest(caller, fun, step)
@@ -155,6 +157,7 @@ class Asked:
             dtype=dtype,
             entries=entries,
             recompute=recompute,
+            reduce_in_float32=reduce_in_float32,
             has_own_policy=amp_policy is not None,
             step=tuple(step),
         )

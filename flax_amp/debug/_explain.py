@@ -149,8 +149,9 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
       *step: the loss function, the batch and what follows it; not with a function.
       backward: whether to count what the backward pass stores, for the gradient with
         respect to the first argument. It takes a trace of the gradient.
-      **options: `precision`, `compute_dtype`, `matmul_dtype`, `amp_policy` and
-        `recompute` of `flax_amp.amp`; by default those of the state or the optimizer.
+      **options: `precision`, `compute_dtype`, `matmul_dtype`, `amp_policy`,
+        `recompute` and `reduce_in_float32` of `flax_amp.amp`; by default those of the
+        state or the optimizer.
 
     Returns:
       An `Explanation`, or a function that returns one. Print it, or see its methods
@@ -182,7 +183,9 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
     messages = [str(warning.message).removeprefix("amp_policy: ") for warning in caught]
 
     recorder = Recorder(traced.choose)
-    emit = functools.partial(traced.emit, recompute=asked.recompute, record=recorder)
+    options: Any = dict(recompute=asked.recompute, record=recorder)
+    options |= dict(reduce_in_float32=asked.reduce_in_float32)
+    emit = functools.partial(traced.emit, **options)
     closed = jax.make_jaxpr(emit)(call.arrays)
     # The gradient emits rules of derivatives again.
     rows, visits = tuple(recorder.rows), tuple(recorder.visits)

@@ -28,6 +28,7 @@ from flax_amp import _compat, _tree
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr
 from flax_amp._jaxprs import bind_in_context, evaluate, named_axes
 from flax_amp._rewriter.primitives import Kind, Trait, bodies, has, kind_of
+from flax_amp._rewriter.weight_matmuls import weight_matmul_p
 from flax_amp._tree import split_list
 from flax_amp.debug._devices import OPTIONS, Devices, Examples, NotAlone
 from flax_amp.debug._record import TRANSPARENT, Location
@@ -329,7 +330,9 @@ class Runner:
     def _describe(
         self, eqn: Eqn, values: Sequence[Value], x: Any, fresh: Any, at: Location
     ) -> Finding:
-        name, what, text = eqn.primitive.name, eqn.primitive.name, ""
+        is_own = eqn.primitive is weight_matmul_p
+        name = (eqn.params["of"] if is_own else eqn.primitive).name
+        what, text = name, ""
         if name == "shard_map":
             at = at.noted(f"one of {plural(eqn.params['mesh'].size, 'device')}")
         if name in _CASTS:

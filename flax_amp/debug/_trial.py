@@ -83,8 +83,9 @@ class Trials:
     ) -> Trial:
         """Runs what `with_float32` returns, with a scale of the loss."""
         emit, recorder = self.with_float32(parts, entries, value).emit, Recorder()
-        recompute = self._call.asked.recompute
-        return self._step(lambda x: emit(x, recompute, recorder), recorder, scale)
+        asked = self._call.asked
+        options = asked.recompute, recorder, asked.reduce_in_float32
+        return self._step(lambda x: emit(x, *options), recorder, scale)
 
     def parts(self) -> list[Part]:
         """Returns what may be in float32, with modules on top first.

@@ -1,4 +1,6 @@
-"""Copies: the cotangents of the readers of one half add up in float32."""
+"""Copies, and sums of biases: cotangents of halves add up in float32."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,12 @@ from jax.sharding import PartitionSpec as P
 from _programs import normal, over_devices
 from benchmarks.matmuls import cast_matmuls, exact_matmuls
 from flax_amp import amp
-from flax_amp._rewriter.casts import add_copies_p, copies
+from flax_amp._rewriter.casts import (
+    _collect,
+    _collect_by_bits,
+    add_copies_p,
+    copies,
+)
 from helpers import HALVES, both_halves, equations_of, exact_jit, relative_error
 
 SIZE = 16
@@ -129,3 +136,73 @@ def test_copies_over_devices(check_vma):
     grad = jax.jit(jax.grad(lambda *args: run(*args).sum()))(W, V, X)
     exact = jax.grad(lambda *args: loss(*args).sum())(W, V, X)
     assert relative_error(grad, exact) < 2e-2
+
+
+# --- sums of biases ------------------------------------------------------------------
+
+
+# Shapes of cotangents, the axes of their sums, and whether these have parts.
+SUMS = {
+    "a batch of sequences": ((16, 40, 8), (0, 1), True),
+    "images": ((16, 8, 4, 8), (0, 1, 2), True),
+    "few examples": ((4, 160, 8), (0, 1), False),
+    "short examples": ((40, 16, 8), (0, 1), False),
+    "rows": ((640, 8), (0,), False),
+    "not the first axes": ((8, 16, 40), (1, 2), False),
+    "all axes": ((16, 40), (0, 1), True),
+    "no axes": ((16, 40), (), False),
+    "a long sum": ((16, 320, 2), (0, 1), False),
+}
+
+
+@pytest.mark.parametrize("collect", [_collect, _collect_by_bits])
+@pytest.mark.parametrize("name", SUMS)
+def test_the_float32_sum_of_each_platform(name, collect):
+    """The one of TPUs relies on their hardware, which adds up in float32."""
+    shape, axes, _ = SUMS[name]
+    c = normal(3, *shape).astype(jnp.bfloat16)
+    exact = np.sum(np.asarray(c, np.float64), axes)
+    found = jax.jit(functools.partial(collect, axes=axes))(c)
+    assert relative_error(found, exact) < 1e-6 and found.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_gpu_adds_up_a_batch_by_examples(name):
+    shape, axes, has_parts = SUMS[name]
+    fn = functools.partial(_collect_by_bits, axes=axes)
+    c = jnp.ones(shape, jnp.bfloat16)
+    sums = equations_of(fn, c, primitive="reduce_sum")
+    assert len(sums) == 1 + has_parts
+    barriers = equations_of(fn, c, primitive="optimization_barrier")
+    assert len(barriers) == has_parts
+
+
+def test_a_bias_of_full_size_for_each_platform():
+    """Its cotangent is cast, and added up over no axes."""
+
+    def fn(w, bias, x):
+        return jnp.sum((x @ w + bias) @ w)
+
+    bias = normal(5, *X.shape)
+    traced = jax.jit(jax.grad(amp(fn), 1)).trace(W, bias, X)
+    for platform in ("cpu", "cuda", "rocm", "tpu"):
+        assert traced.lower(lowering_platforms=(platform,)).as_text()
+    assert (
+        relative_error(jax.grad(amp(fn), 1)(W, bias, X), jax.grad(fn, 1)(W, bias, X))
+        < 0.01
+    )
+
+
+def test_a_batch_of_symbolic_size():
+    """`jax.export` for a GPU, of a program whose batch has no size yet."""
+    b, s = jax.export.symbolic_shape("b, s")
+    x = jax.ShapeDtypeStruct((b, s, SIZE), jnp.float32)
+    grad = jax.jit(
+        jax.grad(
+            lambda w, x: amp(
+                lambda w, x: jnp.sum((jnp.tanh(x @ w + w[None, :1]) @ w) ** 2)
+            )(w, x)
+        )
+    )
+    exported = jax.export.export(grad, platforms=("cuda", "cpu"))(W, x)
+    assert exported.call(W, jnp.ones((3, 5, SIZE))).shape == W.shape

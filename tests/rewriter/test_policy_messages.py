@@ -41,6 +41,7 @@ WRONG = [  # options, error, message
         (dict(recompute=x), TypeError, "recompute: got .*; expected True or False")
         for x in ("auto", None, 1)
     ),
+    (dict(reduce_in_float32=1), TypeError, "reduce_in_float32: got 1; expected True"),
 ]
 
 
