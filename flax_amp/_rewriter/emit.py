@@ -54,7 +54,9 @@ class Emitter:
     # Whether matmuls give the gradients of weights in float32.
     reduce_in_float32: bool = False
     in_loop: bool = False  # whether the equations run again and again
-    in_rule: bool = False  # of a custom derivative, where nobody knows what is a weight
+    # Whether they are of the rule of a custom derivative, where the origins of its
+    # operands are not known.
+    in_rule: bool = False
     record: Record | None = None  # is told of each equation
     around: tuple[Eqn, ...] = ()  # those in whose bodies the equations stand
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)  # rewritten bodies

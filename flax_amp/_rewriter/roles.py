@@ -103,7 +103,8 @@ class Chooser:
             is_own = kind is Kind.MATMUL or kind is Kind.LINEAR_ALGEBRA
             return Kind.ORIGINAL if is_own else kind, kind.value
         in_half = (
-            *(use_compute_precision, use_compute_precision_behind_matmuls),
+            use_compute_precision,
+            use_compute_precision_behind_matmuls,
             InDtype(self.half),
         )
         if is_of_matmuls or function in in_half:

@@ -23,8 +23,8 @@ gradient of attention has an error of 0.012, and 0.037 otherwise, and the gradie
 all of them rounded, a ConvNeXt on a v5e takes 1.35 of the memory by hand.
 
 A maximum (or minimum) along an axis, such as that of each row of a softmax, is small,
-and the backward pass reads its operand anyway. So its mark has that operand as a second
-one, and the lowering for a platform chooses one of the two:
+and the backward pass reads its operand anyway. So a mark has two operands there, the
+maximum and its array, and the lowering for a platform chooses one of the two:
 
     m = reduce_max x              forward:   m = reduce_max x; stored m
     m = stored m x                backward:  m = stored m x

@@ -130,10 +130,9 @@ def amp(
             )
         run = fun
         if not is_identity:
-            options: Any = dict(
-                recompute=recompute, reduce_in_float32=reduce_in_float32
+            run = rewrite(
+                fun, policy, dtype, recompute, reduce_in_float32=reduce_in_float32
             )
-            run = rewrite(fun, policy, dtype, **options)
 
         @rewritten
         @functools.wraps(fun)

@@ -98,7 +98,10 @@ def in_precision(
         return pure
     # A float32 loss is rewritten, too, so that one trace serves `observe` and the step.
     run = rewrite(
-        *(pure, policy, dtype, recompute),
+        pure,
+        policy,
+        dtype,
+        recompute,
         observe=observe,
         reduce_in_float32=bool(options.reduce_in_float32),
     )

@@ -147,8 +147,14 @@ def make_train_step(
       >>> int(state.step), bool(metrics["grads_finite"])
       (1, True)
     """
-    of_passes: Any = redo_on_nan, accum_steps, axis_name, metrics_fn
-    of_passes = reduce_in_float32, has_aux, *of_passes
+    of_passes: Any = (
+        reduce_in_float32,
+        has_aux,
+        redo_on_nan,
+        accum_steps,
+        axis_name,
+        metrics_fn,
+    )
     options = Options("make_train_step", loss_fn, precision, amp_policy, *of_passes)
     options = check_options(options)
     check_flags(options.caller, donate=donate, jit=jit)

@@ -183,9 +183,12 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
     messages = [str(warning.message).removeprefix("amp_policy: ") for warning in caught]
 
     recorder = Recorder(traced.choose)
-    options: Any = dict(recompute=asked.recompute, record=recorder)
-    options |= dict(reduce_in_float32=asked.reduce_in_float32)
-    emit = functools.partial(traced.emit, **options)
+    emit = functools.partial(
+        traced.emit,
+        recompute=asked.recompute,
+        record=recorder,
+        reduce_in_float32=asked.reduce_in_float32,
+    )
     closed = jax.make_jaxpr(emit)(call.arrays)
     # The gradient emits rules of derivatives again.
     rows, visits = tuple(recorder.rows), tuple(recorder.visits)

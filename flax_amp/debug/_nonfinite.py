@@ -153,12 +153,12 @@ class _Diagnosis:
     def _programs(self, traced: TracedCall) -> list[Runner]:
         """Returns the loss in a precision, and the loss with its gradient."""
         reduces = self._call.asked.reduce_in_float32
-        options: Any = dict(recompute=False, reduce_in_float32=reduces)
 
         def loss(arrays: Sequence[Array]) -> Any:
             # Recomputation changes no number. In float32 nothing changes, but the rules
             # of custom derivatives get their own source lines.
-            return traced.rebuild(traced.emit(arrays, **options))[0]
+            outs = traced.emit(arrays, recompute=False, reduce_in_float32=reduces)
+            return traced.rebuild(outs)[0]
 
         def forward(scale: Array, *arrays: Array) -> Any:
             return loss(arrays)[:2]

@@ -330,9 +330,11 @@ class Runner:
     def _describe(
         self, eqn: Eqn, values: Sequence[Value], x: Any, fresh: Any, at: Location
     ) -> Finding:
-        is_own = eqn.primitive is weight_matmul_p
-        name = (eqn.params["of"] if is_own else eqn.primitive).name
-        what, text = name, ""
+        primitive = eqn.primitive
+        if primitive is weight_matmul_p:  # users know the matmul that it stands for
+            primitive = eqn.params["of"]
+        name = what = primitive.name
+        text = ""
         if name == "shard_map":
             at = at.noted(f"one of {plural(eqn.params['mesh'].size, 'device')}")
         if name in _CASTS:

@@ -28,6 +28,7 @@ from flax_amp import (
     amp,
     default_amp_policy,
     explain,
+    find_nonfinite,
     init_scaler,
     make_nnx_train_step,
     make_train_step,
@@ -364,3 +365,19 @@ def test_wrong_arguments():
             make(linear_loss, reduce_in_float32="yes")
         with pytest.raises(ValueError, match="reduce_in_float32 is given"):
             make(amp(linear_loss), reduce_in_float32=True)
+
+
+# --- tools ---------------------------------------------------------------------------
+
+
+def test_tools_name_the_matmuls_that_users_wrote():
+    """`explain` counts them, and `find_nonfinite` shows which one overflowed."""
+
+    def loss(w, x):
+        return jnp.mean((1e4 * x) @ (1e4 * w))
+
+    w, x = normal(0, 16, 16), normal(1, 4, 16)
+    options = dict(precision="16-mixed", reduce_in_float32=True)
+    assert "100 % in half precision" in str(explain(loss, **options)(w, x))
+    found = str(find_nonfinite(loss, **options)(w, x))
+    assert "dot_general made" in found and "flax_amp_weight_matmul" not in found
