@@ -71,12 +71,13 @@ def _as_restructured_text(app, what, name, obj, options, lines):
 
 
 def _link_to_copies(app, docname, source):
-    """Lets links to pages outside of this folder lead to their copies.
+    """Lets links to pages outside of this folder lead to their copies, and back.
 
-    The search does not look into these.
+    The search does not look into the copies.
     """
     if docname.startswith("_repository"):
-        source[0] = "---\nnosearch: true\n---\n" + source[0]
+        text = re.sub(r"\]\(((?:\.\./)+)docs/(?=\w+\.md)", r"](\1../", source[0])
+        source[0] = "---\nnosearch: true\n---\n" + text
     else:
         source[0] = re.sub(
             r"\]\(\.\./(?=flax_amp|benchmarks)", "](_repository/", source[0]
