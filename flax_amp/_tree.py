@@ -39,6 +39,11 @@ def is_inexact_array(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def is_half(leaf: Any) -> bool:
+    """Whether a leaf is an array, or a shape, of bfloat16 or float16."""
+    return getattr(leaf, "dtype", None) in (jnp.bfloat16, jnp.float16)
+
+
 def is_inexact(leaf: Any) -> bool:
     """Whether a leaf is an array or a Python number that is floating or complex."""
     return isinstance(leaf, float | complex) or is_inexact_array(leaf)

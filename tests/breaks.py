@@ -267,6 +267,9 @@ _rewriter/streams.py
 + pass
 
 _training/core.py
+  training/test_untrained.py::test_the_new_state_holds_the_same_array
+- lambda stays, old, new: old if stays else new, stays, left.params, new.params
++ lambda stays, old, new: new, stays, left.params, new.params
   training/test_scaled_grad.py::test_redo_stops_after_so_many_times
 - lambda carry: (carry[0] < retries) & carry[1][1],
 + lambda carry: carry[1][1],
@@ -310,6 +313,9 @@ _training/scaler.py
 + factor = 1.0
 
 _training/passes.py
+  training/test_untrained.py::test_training_is_that_of_the_rounded_base_in_float32
+- return _tree.is_inexact_array(param) and not _tree.is_half(param)
++ return _tree.is_inexact_array(param)
   training/test_sharded.py::test_frozen_parameters_keep_their_bits
 - average = base + mean(new - base)
 + average = mean(new)
@@ -351,6 +357,23 @@ _training/loss_checks.py
   training/test_writes.py::test_a_loss_may_swap_parameters
 - if origin is not None and traced.names[origin] == f"{name}{keystr(path)}":
 + if origin is not None:
+
+_training/untrained.py
+  training/test_untrained.py::test_a_half_parameter_that_may_train_is_refused
+- if name in ("add", "add_any", "sub") and last == _ZEROS:
++ if name in ("add", "add_any", "sub"):
+  training/test_untrained.py::test_a_half_parameter_that_may_train_is_refused
+- flags = list(map(operator.and_, flags, unchanged))
++ pass
+  training/test_untrained.py::test_a_parameter_that_no_step_changes_may_be_half
+- return _common(operands[1:])
++ return None
+  training/test_untrained.py::test_a_parameter_that_no_step_changes_may_be_half
+- return _results(bodies(eqn)[0], operands)
++ return [None] * len(eqn.outvars)
+  training/test_untrained.py::test_evaluation_and_tools_read_it_as_it_is
+- lambda leaf, stays: leaf if stays else _tree.float32_if_bfloat16(leaf),
++ lambda leaf, stays: _tree.float32_if_bfloat16(leaf),
 
 _training/dependence.py
   training/test_averaging.py::test_no_other_loss_warns
@@ -398,6 +421,15 @@ checkpoint/_migrate.py
   checkpoint/test_migrate.py::test_a_dtype_is_cast_if_no_value_changes
 - same = np.array_equal(before, after, equal_nan=True)
 + same = True
+  training/test_untrained.py::test_migrate_does_not_round_moments_nor_to_infs
+- and not is_moment:
++ and True:
+  training/test_untrained.py::test_migrate_does_not_round_moments_nor_to_infs
+- same |= stays_finite
++ same = True
+  training/test_untrained.py::test_migrate_rounds_the_base_of_a_float32_run
+- same |= stays_finite
++ pass
 
 optim/_optimizer.py
   optim/test_optim.py::test_in_make_train_step

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -83,25 +84,32 @@ def check_flags(caller: str, **flags: Any) -> None:
         check_type(value, bool | np.bool_, f"{caller}: {name}", "True or False.")
 
 
-def check_params(params: PyTree, caller: str, *, may_be_half: bool = False) -> None:
+def check_params(
+    params: PyTree, caller: str, stays: PyTree, *, may_be_half: bool = False
+) -> None:
     """Raises a ValueError that names parameters of a wrong dtype.
 
-    With `may_be_half` they may be bfloat16: the optimizer then rounds their updates.
+    Those that stay as they are, by the tree `stays`, may be in half precision. With
+    `may_be_half` all may be bfloat16: the optimizer then rounds their updates.
     """
     right = [jnp.float32, jnp.complex64] + [jnp.bfloat16] * may_be_half
+    leaves = tree_leaves_with_path(params)
     if wrong := [
         f"{keystr(path)}: {leaf.dtype}"
-        for path, leaf in tree_leaves_with_path(params)
+        for (path, leaf), stays in zip(leaves, jax.tree.leaves(stays), strict=True)
         if _tree.is_key(leaf)
         or _tree.is_inexact_array(leaf)
         and leaf.dtype not in right
+        and not stays
     ]:
         raise ValueError(
-            f"{caller}: {len(wrong)} parameters are not float32: {first_of(wrong)}; "
-            "expected float32 master weights, which amp casts at each use. Make the "
-            "model with param_dtype=jnp.float32. To store them in bfloat16, use "
-            "AmpTrainState.create(param_dtype=jnp.bfloat16), or "
-            "flax_amp.optim.small_state for an optimizer of NNX."
+            f"{caller}: {len(wrong)} parameters that train are not float32: "
+            f"{first_of(wrong)}; expected float32 master weights, which amp casts at "
+            "each use. Make the model with param_dtype=jnp.float32. To store them in "
+            "bfloat16, use AmpTrainState.create(param_dtype=jnp.bfloat16), or "
+            "flax_amp.optim.small_state for an optimizer of NNX. To leave them as they "
+            "are, select others with wrt=, or give them optax.set_to_zero() in an "
+            "optax.multi_transform."
         )
 
 

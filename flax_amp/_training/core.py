@@ -35,6 +35,7 @@ from flax_amp._training.passes import (
 )
 from flax_amp._training.scaler import Scaler, check_scaler, update_scaler
 from flax_amp._training.train_state import StateT
+from flax_amp._training.untrained import params_of_loss, untrained
 from flax_amp.optim._skip_spikes import keep_counts, spiked, spikes_total
 from flax_amp.optim._small_state import rounds_parameters
 
@@ -52,17 +53,19 @@ def run_step(
     options: Options, state: StateT, batch: PyTree, *args: PyTree
 ) -> tuple[StateT, Metrics]:
     """Returns the state after one step, and its metrics."""
+    stays = untrained(state)
     may_be_half = rounds_parameters(state.opt_state)
-    check_params(state.params, "train_step", may_be_half=may_be_half)
+    check_params(state.params, "train_step", stays, may_be_half=may_be_half)
     if not jnp.issubdtype(jnp.result_type(state.step), jnp.integer):
         raise TypeError(
             f"train_step: state.step is {describe(state.step)}; expected an integer, "
             "the number of steps."
         )
     # `amp` is inside of `value_and_grad`: gradients are those of float32 parameters.
-    # XLA drops a cast of stored bfloat16 that is followed by one back.
+    # XLA drops a cast of stored bfloat16 that is followed by one back. Half parameters
+    # that no step changes are not cast, and are no part of the gradient.
     loss_fn = observed_loss(options, state)
-    params = jax.tree.map(_tree.float32_if_bfloat16, state.params)
+    params = params_of_loss(state.params, stays)
     inputs = params, state.variables, fold_in(state.rngs, state.step)
 
     def run(scaler: Scaler) -> Judged:
@@ -73,10 +76,10 @@ def run_step(
     scaler, judged = run_with_retries(run, scaler, options.redo_on_nan)
     output, norm = judged.result.output, jnp.sqrt(judged.square_norm)
     grads = complete_grads(judged.result, params)
-    new = _update(options, state, output, grads, norm)
+    new = _update(options, state, output, grads, norm, stays)
     measured: Metrics = {}
     if options.metrics_fn is not None:
-        after = jax.tree.map(_tree.float32_if_bfloat16, new.params)
+        after = params_of_loss(new.params, stays)
         updates = jax.tree.map(jnp.subtract, after, params)
         measured = options.metrics_fn(state, grads, updates)
         seen = f"{options.caller}: the result of metrics_fn"
@@ -99,19 +102,32 @@ def run_step(
 
 
 def _update(
-    options: Options, state: StateT, output: LossOutput, grads: PyTree, norm: Array
+    options: Options,
+    state: StateT,
+    output: LossOutput,
+    grads: PyTree,
+    norm: Array,
+    stays: PyTree,
 ) -> StateT:
-    """Returns the state after an update of what the loss has left of it."""
+    """Returns the state after an update of what the loss has left of it.
+
+    Parameters that no update changes are the same arrays in it: XLA would add zeros to
+    them, because `-0.0 + 0.0` is `0.0`.
+    """
     written = cast_like(output.written, state.params)
     left = state.replace(params=_tree.combine(written, state.params))
     # A subclass may have its own `apply_gradients`, as for an average of parameters.
     with naming_missing_arguments(options.caller):
-        return left.apply_gradients(
+        new = left.apply_gradients(
             grads=grads,
             variables=_tree.combine(output.variables, state.variables),
             finite=True,
             extra_args=dict(value=output.loss, loss=output.loss, grad_norm=norm),
         )
+    params = jax.tree.map(
+        lambda stays, old, new: old if stays else new, stays, left.params, new.params
+    )
+    return new.replace(params=params)
 
 
 def judge_pass(result: PassResult, params: PyTree, variables: PyTree) -> Judged:

@@ -31,7 +31,7 @@ from flax_amp._training.scaler import Scaler, scale_loss, unscale_grads
 class PassResult(NamedTuple):
     """The result of one forward and backward pass over a batch or a micro-batch."""
 
-    grads: PyTree  # unscaled, float32; `None` for integer parameters
+    grads: PyTree  # unscaled, float32; `None` for parameters without a gradient
     overwrite: PyTree  # fp8 statistics that Flax passes on as gradients, mostly `None`
     output: LossOutput
 
@@ -65,7 +65,7 @@ def run_passes(
             output: LossOutput = loss_fn(params, variables, batch, keys, *args)
             return output
 
-        result = run_pass(loss_of, (params,), scaler, axis_name)
+        result = run_pass(loss_of, (params,), scaler, axis_name, _is_differentiated)
         # Sums over micro-batches and devices need more than half precision.
         loss = result.output.loss.astype(jnp.float32)
         result = result._replace(output=result.output._replace(loss=loss))
@@ -75,7 +75,7 @@ def run_passes(
         result = one_pass(params, variables, batch)
     else:
         # The carry of a scan must vary over the axes of what is added to it.
-        floating, _ = _tree.partition(params, _tree.is_inexact_array)
+        floating, _ = _tree.partition(params, _is_differentiated)
         zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(floating)[0])
         zeros = mark_varying(zeros, axis_name)
         start = zeros, params, variables
@@ -89,6 +89,14 @@ def run_passes(
         loss = jnp.where(is_mean, output.loss, jnp.nan)
         result = result._replace(output=output._replace(loss=loss))
     return result
+
+
+def _is_differentiated(param: Any) -> bool:
+    """Whether a loss is differentiated by a parameter as it sees it.
+
+    Those in half precision are the ones that no step changes (`untrained.py`).
+    """
+    return _tree.is_inexact_array(param) and not _tree.is_half(param)
 
 
 def _fold_in_if_key(leaf: Any, data: Array) -> Any:
@@ -160,12 +168,12 @@ def _split_overwrite(grads: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def complete_grads(result: PassResult, params: PyTree) -> PyTree:
-    """Returns a gradient for every parameter, in its dtype: zeros for integers."""
+    """Returns a gradient for every parameter, in its dtype: zeros without one."""
     grads = result.grads
     if result.overwrite is not None:
         grads = {**grads, OVERWRITE_WITH_GRADIENT: result.overwrite}
     # For an optimizer, gradients are a tree like the parameters.
-    _, rest = _tree.partition(params, _tree.is_inexact_array)
+    _, rest = _tree.partition(params, _is_differentiated)
     grads = _tree.combine(grads, jax.tree.map(jnp.zeros_like, rest))
     return cast_like(grads, params)
 

@@ -21,6 +21,7 @@ from flax_amp._training.optimizer import (
     store_in_half,
 )
 from flax_amp._training.scaler import Scaler, first_scaler
+from flax_amp._training.untrained import params_of_loss, untrained
 from flax_amp.optim._extra_args import taking_any
 from flax_amp.optim._optimizer import check_optimizer
 from flax_amp.policy import Precision, long_word
@@ -37,8 +38,8 @@ class AmpTrainState(train_state.TrainState):
 
     Attributes:
       step: int32[], the number of steps, skipped ones included.
-      params: the float32 master weights, or bfloat16 with `param_dtype`; for NNX a
-        nested dict of plain arrays.
+      params: the float32 master weights, or bfloat16 with `param_dtype`; in half
+        precision also those that no step changes. For NNX a nested dict of arrays.
       opt_state: an `optax.ApplyIfFiniteState`, which also has the fields of the state
         of the optimizer inside: `opt_state.hyperparams`, `opt_state.inner_states`.
       variables: every other collection; of NNX, the state that does not train, such as
@@ -78,7 +79,10 @@ class AmpTrainState(train_state.TrainState):
 
         Args:
           apply_fn: usually `model.apply` of a Linen model.
-          params: its parameters, float32.
+          params: its parameters, float32. Those that no step changes, because of
+            `optax.set_to_zero` in an `optax.multi_transform`, may be bfloat16 or
+            float16 (`flax_amp.half_params`). The loss reads them as they are, and is
+            not differentiated by them: their gradient is zeros.
           tx: an optimizer of optax or of `flax_amp.optim`. It is wrapped so that it
             skips updates that are not finite, unless it is an `optax.apply_if_finite`
             already. One of `flax_amp.optim` becomes a part of the state. If its `init`
@@ -86,7 +90,8 @@ class AmpTrainState(train_state.TrainState):
           model: an `nnx.Module`, instead of `params` and `variables`. It is copied;
             `merge_model` returns the trained model.
           wrt: which variables of `model` train, as a filter of NNX: `nnx.LoRAParam`,
-            or a function of path and variable. The others go into `variables`.
+            or a function of path and variable. The others go into `variables`, in the
+            dtype that they have.
           variables: the other collections of a Linen model, `{"batch_stats": ...}`.
           rngs: PRNG keys by the name of their stream, `{"dropout": key}`.
           precision: what the steps compute in, and the scaler that they start with.
@@ -133,7 +138,6 @@ class AmpTrainState(train_state.TrainState):
                 "weights below 6e-8 would be 0. What to compute in, precision= says."
             )
         is_half = jnp.dtype(param_dtype) == jnp.bfloat16
-        check_params(params, name, may_be_half=is_half)
         if is_half:
             params, tx = store_in_half(params, tx)
         making, updating = skipping(tx, params)
@@ -154,9 +158,11 @@ class AmpTrainState(train_state.TrainState):
         )
         # With strong types, a step is traced once. All leaves are copied, because the
         # `init` of an optimizer may return the parameters: no buffer is donated twice.
-        return jax.tree.map(_tree.strong_copy, state).replace(
+        state = jax.tree.map(_tree.strong_copy, state).replace(
             step=jnp.zeros((), jnp.int32), tx=updating
         )
+        check_params(state.params, name, untrained(state), may_be_half=is_half)
+        return state
 
     def apply_gradients(
         self,
@@ -215,15 +221,17 @@ class AmpTrainState(train_state.TrainState):
         return self.replace(opt_state=opt_state)
 
     def merge_model(self) -> nnx.Module:
-        """Returns a copy of the NNX model as it is now; training does not change it."""
+        """Returns a copy of the NNX model as it is now; training does not change it.
+
+        Parameters that are trained in bfloat16 are float32 in it.
+        """
         made = "a state made with create(model=...). Use state.apply_fn(...) instead."
         graphdef: Any = self.graphdef
         check_type(graphdef, nnx.GraphDef, "merge_model: the graphdef", made)
-        params, variables = jax.tree.map(
-            lambda x: _tree.strong_copy(_tree.float32_if_bfloat16(x)),
-            (self.params, self.variables),
+        params = params_of_loss(self.params, untrained(self))
+        return nnx.merge(
+            graphdef, *jax.tree.map(_tree.strong_copy, (params, self.variables))
         )
-        return nnx.merge(graphdef, params, variables)
 
 
 def split_model(model: nnx.Module, wrt: nnx.filterlib.Filter) -> dict[str, Any]:

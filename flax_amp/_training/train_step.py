@@ -8,7 +8,6 @@ from typing import Any, Protocol, TypeVar
 import jax
 from flax import nnx
 
-from flax_amp import _tree
 from flax_amp._checks import check_type
 from flax_amp._rewriter.transform import rewritten
 from flax_amp._training import AxisName, Metrics, PyTree, UserFn
@@ -23,6 +22,7 @@ from flax_amp._training.train_state import (
     bare_state,
     split_model,
 )
+from flax_amp._training.untrained import params_of_loss, untrained
 from flax_amp.policy import PolicyEntries, Precision
 
 ResultT = TypeVar("ResultT")
@@ -235,7 +235,7 @@ def make_eval_step(
         # As in a training step: other numbers in each step, the same ones in a rerun.
         rngs = fold_in(state.rngs, state.step)
         function = in_precision(pure, options, state, recompute=False)
-        params = jax.tree.map(_tree.float32_if_bfloat16, state.params)
+        params = params_of_loss(state.params, untrained(state))
         return function(params, state.variables, batch, rngs, *args)
 
     run = jax.jit(evaluate) if jit else evaluate

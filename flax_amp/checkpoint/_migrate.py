@@ -48,7 +48,9 @@ def migrate(
     - Flax's `DynamicScale` in the field `dynamic_scale`, and a scaler of jaxamp that
       `rename` calls `scaler`, if the scaler of the target moves (float16);
     - collections that are fields of their own, such as `batch_stats`, for `variables`;
-    - another dtype, if no value changes by it: bfloat16 for float32, int64 for int32.
+    - another dtype, if no value changes by it: bfloat16 for float32, int64 for int32;
+    - float32 for an array that is in half in the target, outside of `opt_state`. It is
+      rounded, as `flax_amp.half_params` rounds, if no value becomes an inf by it.
 
     What the checkpoint has not of `rngs`, scaler and counts of skipped steps stays as
     it is in the target. Of a dict, or of NNX objects, only the fields or the objects
@@ -102,7 +104,7 @@ def migrate(
     saved, stays = _renamed(_by_name(leaves), wanted, rename or {})
     saved = _of_parts(_as_in_target(saved, wanted), target)
     stays |= {name for name in wanted.keys() - saved.keys() if _may_stay(name)}
-    values = {n: _convert(x, wanted[n]) for n, x in saved.items() if n in wanted}
+    values = {n: _convert(n, x, wanted[n]) for n, x in saved.items() if n in wanted}
     problems = [
         _trees.difference(n, values.get(n, saved.get(n)), wanted.get(n))
         for n in {**wanted, **saved}.keys() - stays
@@ -244,14 +246,21 @@ def _may_stay(name: str) -> bool:
     return is_counter or "rngs" in around or bool(_trees.scaler_in([(*around, last)]))
 
 
-def _convert(value: np.ndarray, like: Any) -> np.ndarray:
-    """Returns a value in the dtype of `like`, or as it is if that would change it."""
+def _convert(name: str, value: np.ndarray, like: Any) -> np.ndarray:
+    """Returns a value in the dtype of `like`, or as it is if that would change it.
+
+    Moments of an optimizer are not rounded: a small one would be lost.
+    """
     if _tree.is_key(like) or value.dtype == like.dtype or value.dtype.kind in "OUSc":
         return value
     with np.errstate(all="ignore"):
         converted = value.astype(like.dtype)
         before, after = value.astype(np.float64), converted.astype(np.float64)
         same = np.array_equal(before, after, equal_nan=True)
+        stays_finite = np.array_equal(np.isfinite(before), np.isfinite(after))
+    is_moment = "opt_state" in name.split("/")
+    if _tree.is_half(like) and value.dtype == np.float32 and not is_moment:
+        same |= stays_finite
     # A Python float has more digits than JAX gives it.
     is_number = value.shape == () and value.dtype == np.float64
     return converted if same or (is_number and like.dtype == np.float32) else value

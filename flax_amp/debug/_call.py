@@ -29,6 +29,7 @@ from flax_amp._training.loss import check_loss, declared_keywords, fold_in
 from flax_amp._training.optimizer import AmpOptimizer
 from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState
+from flax_amp._training.untrained import params_of_loss, untrained
 from flax_amp.policy import (
     MatmulDType,
     Policy,
@@ -208,7 +209,7 @@ def _of_step(trained: Any, loss_fn: Loss, batch: Any, *args: Any) -> dict[str, A
         graphdef: Any = state.graphdef
         is_nnx = graphdef is not None
         # As the loss of a step sees them.
-        first = jax.tree.map(_tree.float32_if_bfloat16, state.params)
+        first = params_of_loss(state.params, untrained(state))
         wrt: Any = nnx.filterlib.PathIn(*flatten_dict(first)) if is_nnx else None
         first = nnx.merge(graphdef, first, state.variables) if is_nnx else first
     else:
@@ -297,7 +298,8 @@ class Call(FunctionalCall):
     def trained(self) -> list[bool]:
         """Returns which of its arrays are trained.
 
-        They are the floats of the first argument; of a module, its parameters.
+        They are the floats of the first argument; of a module, its parameters; of a
+        state, those that are not in half: no step changes the others.
         """
 
         def params(state: nnx.State) -> Any:
@@ -308,6 +310,12 @@ class Call(FunctionalCall):
         numbers = _tree.pick(self._numbers, self._is_array)
         pairs = zip(numbers, self.arrays, strict=True)
         found = [n in first and jnp.issubdtype(x.dtype, jnp.inexact) for n, x in pairs]
+        if isinstance(self.asked.holder, AmpTrainState):
+            of_step = (not _tree.is_half(x) for x in self.arrays)
+            found = [
+                is_float and trains
+                for is_float, trains in zip(found, of_step, strict=True)
+            ]
         if not any(found):
             raise TypeError(
                 f"{self._caller}: the first argument has no float arrays; expected the "

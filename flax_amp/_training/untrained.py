@@ -1,0 +1,151 @@
+"""Which parameters in half precision no step changes: those are read as they are.
+
+The base of a LoRA, a frozen tower or a table may be stored in half
+(`flax_amp.half_params`). Such a parameter has no gradient and no float32 copy, and the
+new state holds the array of the old one. Whether a step changes a parameter, only its
+optimizer knows, and one of `optax.multi_transform` with `optax.set_to_zero` is a pair
+of functions like any other. So an update is traced, and the new parameter has to be the
+old one plus zeros:
+
+    u = broadcast_in_dim 0.0     zeros
+    n = add p u                  `p`, unchanged
+
+A parameter that is not found to be unchanged counts as trained.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from flax_amp import _compat, _tree
+from flax_amp._compat import Atom, DType, Eqn, Jaxpr
+from flax_amp._rewriter.primitives import bodies
+from flax_amp._training import PyTree
+from flax_amp._training.dependence import CALLS, takes_operands
+from flax_amp.optim._small_state import rounds_parameters
+
+# A variable is zeros, a parameter (its dtype, and its number), or anything else.
+_ZEROS = "zeros"
+_Parameter = tuple[DType, int]
+_Value = str | _Parameter | None
+
+# What gives zeros for zeros alone, beside sums.
+_KEEPS_ZEROS = frozenset(
+    """abs broadcast_in_dim concatenate convert_element_type copy neg pvary reduce_sum
+    reshape sharding_constraint slice squeeze transpose""".split()
+)
+# What gives a parameter for that parameter, beside a cast.
+_KEEPS_PARAMETER = frozenset("copy pvary sharding_constraint".split())
+
+
+def untrained(state: Any) -> PyTree:
+    """Returns a tree like the parameters: True for those in half that no step changes.
+
+    `state` is an `AmpTrainState`. Nothing is traced if no parameter is in half.
+    """
+    leaves, treedef = jax.tree.flatten(state.params)
+    # Under `small_state` all of bfloat16 train: each update is rounded at random.
+    rounds = rounds_parameters(state.opt_state)
+    flags = [
+        _tree.is_half(leaf) and not (rounds and leaf.dtype == jnp.bfloat16)
+        for leaf in leaves
+    ]
+    # A bare model, which is evaluated, has no optimizer.
+    if any(flags) and state.opt_state is not None:
+        unchanged = _unchanged(state)
+        flags = list(map(operator.and_, flags, unchanged))
+    else:
+        flags = [False] * len(leaves)
+    return jax.tree.unflatten(treedef, flags)
+
+
+def params_of_loss(params: PyTree, stays: PyTree) -> PyTree:
+    """Returns parameters as a loss sees them: bfloat16 ones that train in float32."""
+    return jax.tree.map(
+        lambda leaf, stays: leaf if stays else _tree.float32_if_bfloat16(leaf),
+        params,
+        stays,
+    )
+
+
+def _unchanged(state: Any) -> list[bool]:
+    """Returns which parameters an update gives back unchanged, whatever it is given."""
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def update(params: PyTree, grads: PyTree, loss: Any) -> list[Any]:
+        new = state.replace(params=params).apply_gradients(
+            grads=grads,
+            variables=state.variables,
+            finite=True,
+            extra_args=dict(value=loss, loss=loss, grad_norm=loss),
+        )
+        return jax.tree.leaves(new.params)
+
+    closed = jax.make_jaxpr(update)(state.params, state.params, number)
+    dtypes = [leaf.dtype for leaf in closed.in_avals[: len(closed.out_avals)]]
+    params: list[_Value] = list(zip(dtypes, range(len(dtypes)), strict=True))
+    others: list[_Value] = [None] * (len(closed.in_avals) - len(params))
+    found = _results(closed, params + others)
+    return list(map(operator.eq, found, params))
+
+
+def _results(closed: Jaxpr, operands: Sequence[_Value]) -> list[_Value]:
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    known: dict[Any, _Value] = dict(zip(jaxpr.invars, operands, strict=True))
+
+    def read(atom: Atom) -> _Value:
+        if isinstance(atom, Literal):
+            return None if np.any(atom.val) else _ZEROS
+        return known.get(atom)
+
+    for eqn in jaxpr.eqns:
+        outs = _equation(eqn, list(map(read, eqn.invars)))
+        known |= zip(eqn.outvars, outs, strict=True)
+    return list(map(read, jaxpr.outvars))
+
+
+def _equation(eqn: Eqn, operands: list[_Value]) -> list[_Value]:
+    name = eqn.primitive.name
+    if name == "cond":
+        branches = [_results(x, operands[1:]) for x in eqn.params["branches"]]
+        return list(map(_common, zip(*branches, strict=True)))
+    if name in CALLS and takes_operands(eqn):
+        return _results(bodies(eqn)[0], operands)
+    if len(eqn.outvars) > 1 or not operands:
+        return [None] * len(eqn.outvars)
+    return [_result(name, operands, eqn.outvars[0].aval)]
+
+
+def _result(name: str, operands: list[_Value], aval: Any) -> _Value:
+    """Returns what an equation with one result gives."""
+    first, last = operands[0], operands[-1]
+    if name == "select_n":
+        return _common(operands[1:])
+    if name == "mul" and _ZEROS in operands:
+        return _ZEROS
+    if name == "div" and first == _ZEROS:
+        return _ZEROS
+    if name in ("add", "add_any", "sub") and last == _ZEROS:
+        return first
+    if name in ("add", "add_any") and first == _ZEROS:
+        return last
+    if name in _KEEPS_ZEROS and set(operands) == {_ZEROS}:
+        return _ZEROS
+    if isinstance(first, tuple):
+        dtype, _ = first
+        # To float32, and back to its own dtype, no value changes.
+        is_exact = jnp.promote_types(dtype, aval.dtype) == aval.dtype
+        is_cast = name == "convert_element_type" and is_exact
+        return first if is_cast or name in _KEEPS_PARAMETER else None
+    return None
+
+
+def _common(values: Sequence[_Value]) -> _Value:
+    """Returns the value that all of some variables have, if it is one."""
+    first, *others = values
+    return first if all(x == first for x in others) else None
