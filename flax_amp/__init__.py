@@ -9,6 +9,7 @@ import importlib
 import typing
 
 from flax_amp import optim as optim
+from flax_amp._rewriter.half_params import half_params as half_params
 from flax_amp._rewriter.policy_warnings import PolicyWarning as PolicyWarning
 from flax_amp._rewriter.transform import amp as amp
 from flax_amp._rewriter.transform import amp_stop as amp_stop
@@ -49,7 +50,7 @@ __all__ = """
 AmpOptimizer AmpTrainState DynamicScalerState PolicyWarning Precision StuckError
 all_finite amp amp_stop check_progress checkpoint compare_precision debug
 default_amp_policy dynamic_scale_grad dynamic_scale_value_and_grad explain
-find_nonfinite graph_policy init_scaler jaxamp_policy make_eval_step
+find_nonfinite graph_policy half_params init_scaler jaxamp_policy make_eval_step
 make_nnx_train_step make_train_step metrics no_scaler optim scale_loss
 static_scaler unscale_grads update_scaler use_compute_precision
 use_compute_precision_behind_matmuls use_float32_result use_fp8 use_original_precision

@@ -77,6 +77,18 @@ class FunctionalCall:
         nnx.update(self._nodes, changed)
         return out
 
+    def places_of(self, argnums: Sequence[int]) -> list[int]:
+        """Returns the places of the inputs that stand in some positional arguments."""
+        places = range(len(self.inputs))
+        args, _ = self.rebuild_arguments(places, nnx.to_pure_dict)
+        return sorted(jax.tree.leaves([args[n] for n in argnums]))
+
+    def arguments_with(self, inputs: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns `(args, kwargs)` with other inputs, and copies of the modules."""
+        state, others = jax.tree.unflatten(self._inputs_def, inputs)
+        merged = nnx.merge(self._graphdef, state, copy=True)
+        return self._fill(merged, others)
+
     def rebuild_arguments(
         self, values: Sequence[Any], of_module: Callable[[nnx.State], Any]
     ) -> tuple[Any, Any]:

@@ -27,6 +27,7 @@ from flax_amp._rewriter.primitives import (
     Kind,
     Trait,
     has,
+    is_cast_up,
     is_float32,
     is_layout,
     traits_of,
@@ -42,7 +43,7 @@ SAME_WEIGHTS = "a state that passes the same weights again"
 class Origin(NamedTuple):
     """What a variable comes from."""
 
-    is_argument: bool = False  # or a constant, reshaped or transposed at most
+    is_argument: bool = False  # or a constant, moved or cast up at most
     after_matmul: bool = False  # whether it was computed from a matmul
     is_sum: bool = False  # or a maximum along an axis, moved at most
     state: str = ""  # why it is a state; empty if it is none
@@ -285,8 +286,13 @@ class _Sweep:
         return self.parts[key]
 
     def _is_argument(self, eqn: Eqn) -> bool:
-        """Whether an equation moves an argument, or takes a part of one."""
-        if eqn.primitive.name == "dynamic_slice":
+        """Whether an equation moves an argument, or takes a part of one.
+
+        A weight that is stored in half precision, and cast up, is an argument as well:
+        with float32 streams, a GPT with such weights could not share the program of
+        float32 weights (`half_params.py`).
+        """
+        if eqn.primitive.name == "dynamic_slice" or is_cast_up(eqn):
             return self._read(eqn.invars[0]).is_argument
         is_moved = all(self.of[v].is_argument for v in variables(eqn.invars))
         return is_moved and is_layout(eqn)

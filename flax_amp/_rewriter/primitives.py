@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Primitive
 
@@ -234,6 +235,15 @@ def is_same_dtype(eqn: Eqn) -> bool:
     if eqn.primitive.name != "convert_element_type":
         return False
     return is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0])
+
+
+def is_cast_up(eqn: Eqn) -> bool:
+    """Whether an equation casts half precision to float32: the numbers are the same."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    from_dtype = eqn.invars[0].aval.dtype
+    is_half = from_dtype in (jnp.bfloat16, jnp.float16)
+    return is_half and is_float32(eqn.outvars[0])
 
 
 def is_layout(eqn: Eqn) -> bool:

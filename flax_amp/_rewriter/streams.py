@@ -22,7 +22,7 @@ from jax.extend.core import Literal
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr
 from flax_amp._rewriter.flow import Flags, FlowAnalysis
-from flax_amp._rewriter.primitives import Kind, bodies, is_layout
+from flax_amp._rewriter.primitives import Kind, bodies, is_cast_up, is_layout
 from flax_amp._rewriter.roles import Context
 
 
@@ -115,7 +115,7 @@ class _Search(NamedTuple):
     def _equation(
         self, eqn: Eqn, context: Context, origins: list[_Origin]
     ) -> list[_Origin]:
-        if is_layout(eqn) and len(origins) == 1:
+        if (is_layout(eqn) or is_cast_up(eqn)) and len(origins) == 1:
             return origins * len(eqn.outvars)  # of a split, say
         choice = self.flows.choose(eqn, context)
         results = [_joined(origins)] * len(eqn.outvars)

@@ -49,6 +49,7 @@ class ToolOptions(AmpOptions, total=False):
     """The options of the tools; all take those of `flax_amp.amp`."""
 
     backward: bool  # of `explain`
+    parameters: bool  # of `explain`
     scale: float | None  # of `find_nonfinite` and `compare_precision`
     remedies: int  # of `compare_precision`
     steps: int  # of `measure`
@@ -236,6 +237,7 @@ class Call(FunctionalCall):
     """A call of the user's function, in which nothing is rewritten by `amp`."""
 
     arrays: list[Array]  # among its inputs
+    places: list[int]  # of the arrays among the inputs
     paths: list[str]  # where each stands: `batch/image`, `params/Dense_0/kernel`
 
     def __init__(self, asked: Asked, args: Any, kwargs: Any):
@@ -244,6 +246,7 @@ class Call(FunctionalCall):
         self._numbers = range(len(self.inputs))  # in the places of its inputs
         self._is_array = [_tree.is_array_or_shape(x) for x in self.inputs]
         self.arrays = _tree.pick(self.inputs, self._is_array)
+        self.places = _tree.pick(self._numbers, self._is_array)
         self.paths = self._paths()
 
     def loss(self, arrays: Sequence[Array]) -> tuple[Array, list[Array], list[Array]]:
@@ -307,8 +310,7 @@ class Call(FunctionalCall):
 
         args, _ = self.rebuild_arguments(self._numbers, params)
         first = set(jax.tree.leaves(args[:1]))
-        numbers = _tree.pick(self._numbers, self._is_array)
-        pairs = zip(numbers, self.arrays, strict=True)
+        pairs = zip(self.places, self.arrays, strict=True)
         found = [n in first and jnp.issubdtype(x.dtype, jnp.inexact) for n, x in pairs]
         if isinstance(self.asked.holder, AmpTrainState):
             of_step = (not _tree.is_half(x) for x in self.arrays)

@@ -24,6 +24,7 @@ from flax_amp._rewriter.transform import trace_call
 from flax_amp.debug import _rounded
 from flax_amp.debug._call import Call, tool
 from flax_amp.debug._graph import Graph
+from flax_amp.debug._parameters import Parameter, parameters_of
 from flax_amp.debug._record import (
     Equation,
     Recorder,
@@ -46,7 +47,7 @@ from flax_amp.debug._report import (
 from flax_amp.debug._rounded import Finding
 from flax_amp.policy import Origin, Policy
 
-ONLY = ("problems", "equations")
+ONLY = ("problems", "equations", "parameters")
 
 _MAX_LINES = 26  # of the tree, so that it fits a screen with all else
 _NOT_IN_FP8 = "not in fp8: "  # how the reason of such a matmul begins
@@ -89,6 +90,8 @@ class Explanation(Report):
     problems: tuple[Problem, ...]  #: what a person has to act on, most important first
     stored: dict[str, int] | None  #: bytes for the backward pass, by dtype, if known
     loss_reads: tuple[str, ...]  #: half-precision results that the loss is made from
+    #: the float32 arrays of the first argument, if they were asked for
+    parameters: tuple[Parameter, ...] | None = None
 
     @property
     def flops(self) -> int:
@@ -105,10 +108,11 @@ class Explanation(Report):
 
         Args:
           only: `"problems"` to leave out the modules; `"equations"` for a list of all
-            equations, with what each computes in and what becomes of its result.
+            equations, with what each computes in and what becomes of its result;
+            `"parameters"` for a list of those, if `explain` got `parameters=True`.
 
         Raises:
-          ValueError: if `only` is something else.
+          ValueError: if `only` is something else, or the parameters are not known.
         """
         return self._text(only)
 
@@ -117,6 +121,14 @@ class Explanation(Report):
             raise ValueError(f"report: got {only=}; expected None, or one of {ONLY}.")
         if only == "equations":
             yield _equations(self)
+            return
+        if only == "parameters":
+            if self.parameters is None:
+                raise ValueError(
+                    f"report: got {only=}, and the parameters are not known; expected "
+                    "explain(..., parameters=True), which takes two more traces."
+                )
+            yield _parameters(self.parameters, short(self.compute_dtype))
             return
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_row(Text(self.name), f"in {self.compute_dtype}", style="bold")
@@ -134,7 +146,9 @@ class Explanation(Report):
 
 
 @functools.partial(tool, runs=False)
-def explain(call: Call, *, backward: bool = True) -> Explanation:
+def explain(
+    call: Call, *, backward: bool = True, parameters: bool = False
+) -> Explanation:
     """Tells what `amp` does to a function: which equation runs in which dtype, and why.
 
     Nothing is compiled or run, so abstract arguments do (`jax.ShapeDtypeStruct`, or
@@ -149,6 +163,10 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
       *step: the loss function, the batch and what follows it; not with a function.
       backward: whether to count what the backward pass stores, for the gradient with
         respect to the first argument. It takes a trace of the gradient.
+      parameters: whether to find which float32 arrays of the first argument can be
+        stored in half precision without a change of any bit of the forward pass, as
+        `flax_amp.half_params` does, and why the others cannot. It takes two more traces
+        of the function.
       **options: `precision`, `compute_dtype`, `matmul_dtype`, `amp_policy`,
         `recompute` and `reduce_in_float32` of `flax_amp.amp`; by default those of the
         state or the optimizer.
@@ -210,6 +228,7 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
         problems=(*(Problem("policy", x) for x in messages), *problems),
         stored=stored,
         loss_reads=_rounded.loss_reads(graph) if graph else (),
+        parameters=parameters_of(call) if parameters else None,
         notes=tuple(notes),
     )
 
@@ -235,6 +254,14 @@ def _totals(found: Explanation) -> Iterator[tuple[str, str]]:
         sizes = [f"{amount(n, 'B')} {short(x)}" for x, n in found.stored.items()]
         text = " + ".join(sizes) or "nothing"
         yield "stored", f"{text}, for the gradient of the first argument"
+    if found.parameters:
+        halves = [x for x in found.parameters if x.is_half]
+        saved = sum(x.nbytes for x in halves) / 2
+        total = sum(x.nbytes for x in found.parameters)
+        count = f"{len(halves)} of {len(found.parameters)}"
+        how = f"of their bytes if {count} are stored in {short(found.compute_dtype)}"
+        text = f"{percent(1 - saved / max(total, 1))} {how} (flax_amp.half_params)"
+        yield "parameters", text
 
 
 def _told(problem: Problem, flops: int) -> Iterator[Padding]:
@@ -257,6 +284,26 @@ def _equations(found: Explanation) -> Table:
         modules.setdefault(row.path or found.name, []).append(cells)
     rows = [x for path, cells in modules.items() for x in ([path, "", ""], *cells)]
     return table(["equation", "computes in", "result"], rows, (1, 2))
+
+
+def _parameters(parameters: Sequence[Parameter], half: str) -> Table:
+    """Returns in which dtype each parameter can be stored, and why.
+
+    Those of twelve layers are one row, unless their reasons differ.
+    """
+    rows: dict[tuple[str, ...], list[Parameter]] = defaultdict(list)
+    for x in parameters:
+        key = _without_numbers(x.path), str(x.is_half), _without_numbers(x.reason)
+        rows[key].append(x)
+    cells = []
+    for same in rows.values():
+        first, count = same[0], len(same)
+        path = first.path if count == 1 else _without_numbers(first.path)
+        path += f"  x{count}" if count > 1 else ""
+        dtype = half if first.is_half else "f32"
+        nbytes = amount(sum(x.nbytes for x in same), "B")
+        cells.append([dtype, nbytes, path, first.reason])
+    return table(["stored", "in float32", "parameter", "why"], cells, (2, 3))
 
 
 def _tree(found: Explanation) -> Table:

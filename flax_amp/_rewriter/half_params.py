@@ -1,0 +1,293 @@
+"""`half_params`: which parameters can be stored in half precision, bit for bit.
+
+`amp` casts a weight at each use. So the casts can be done once, before the function is
+called, for a weight that nothing reads in float32:
+
+    y = dot (convert[bfloat16] w) x        w: f32[4,4]
+    y = dot w x                            w: bf16[4,4], the same y
+
+But the user's function is then traced with arrays in half precision, and JAX's own
+rules of promotion may make another program of it: `tanh(w1 @ w2)` of two parameters in
+half precision is a `tanh` of halves. So nothing is assumed: the program of `amp(fun)`
+for float32 parameters is compared with that for the parameters in half precision
+(`value_numbers.py`), and parameters are left out until both compute the same values. On
+the 19 models of the benchmarks the first comparison is enough.
+"""
+
+import copy
+import enum
+import math
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from flax_amp import _tree
+from flax_amp._compat import DType, Jaxpr
+from flax_amp._jaxprs import struct_of
+from flax_amp._rewriter.nnx_bridge import FunctionalCall
+from flax_amp._rewriter.transform import refuse_rewritten, trace_call
+from flax_amp._rewriter.value_numbers import Form, Numbering, Reader, Table, Value
+from flax_amp.policy import MatmulDType, Policy, PolicyEntries, Precision, read_options
+
+
+def half_params(
+    fun: Callable[..., Any],
+    *,
+    precision: Precision | None = None,
+    compute_dtype: DTypeLike | None = None,
+    amp_policy: PolicyEntries | None = None,
+    matmul_dtype: MatmulDType = None,
+    argnums: int | Sequence[int] = 0,
+) -> Callable[..., Any]:
+    """Stores the parameters in half precision that `amp(fun)` only ever reads rounded.
+
+    `amp` casts a weight at each use. A weight that nothing reads in float32 can be
+    stored in half precision, in half of its bytes, and the results of `amp(fun)` keep
+    their bits. This serves inference, export, teachers, and weights that are not
+    trained:
+
+        half = flax_amp.half_params(predict)(params, x)
+        y = jax.jit(flax_amp.amp(predict))(half, x)   # the bits of ...(params, x)
+
+    Parameters that arithmetic reads stay float32, such as the scales of norms, most
+    biases, and an embedding whose rows are added to others. `flax_amp.explain` with
+    `parameters=True` gives the reason for each.
+
+    The function is traced, for most functions twice, and nothing is compiled. Arguments
+    may be abstract (`jax.ShapeDtypeStruct`, or what `jax.eval_shape` and
+    `nnx.eval_shape` return). The proof is about arguments of these shapes and dtypes,
+    and about the forward pass: gradients with respect to a parameter in half precision
+    are rounded to it.
+
+    Args:
+      fun: the function before `amp`.
+      precision: that of `flax_amp.amp`, as are the next three. Give the options that
+        `amp` gets. In float32, the parameters are returned as they are.
+      compute_dtype: a dtype instead of a word.
+      amp_policy: which primitive or scope runs in which precision.
+      matmul_dtype: the dtype of matmuls, such as `"fp8"`.
+      argnums: the place of the positional argument with the parameters, or several
+        places.
+
+    Returns:
+      A function of the arguments of `fun`, which returns the parameters: float32 arrays
+      that are only read rounded in half precision, and all other leaves as they are. If
+      `argnums` is a sequence, it returns a tuple. Shardings are kept. In place of an
+      `nnx.Module` it returns a copy, which shares the arrays that stay as they are.
+
+    Raises:
+      TypeError: if `fun` is rewritten by `amp` already, or an option has a wrong type.
+      ValueError: when called, if `argnums` is not the place of an argument.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, flax_amp
+      >>> def predict(params, x):
+      ...     return jnp.tanh(x @ params["w"]) * params["scale"]
+      >>> params, x = {"w": jnp.full((4, 2), 0.3), "scale": jnp.ones(2)}, jnp.ones(4)
+      >>> half = flax_amp.half_params(predict)(params, x)
+      >>> half["w"].dtype, half["scale"].dtype
+      (dtype(bfloat16), dtype('float32'))
+      >>> run = jax.jit(flax_amp.amp(predict))
+      >>> bool((run(half, x) == run(params, x)).all())
+      True
+    """
+    refuse_rewritten(f"half_params: {getattr(fun, '__name__', fun)!s}", fun)
+    options = precision, compute_dtype, matmul_dtype, amp_policy
+    dtype, entries = read_options("half_params", *options)
+    policy = Policy(entries)
+    is_one = not isinstance(argnums, Sequence)
+    places: Any = [argnums] if is_one else argnums
+    places = list(map(operator.index, places))
+
+    def of_call(*args: Any, **kwargs: Any) -> Any:
+        for n in places:
+            if not 0 <= n < len(args):
+                raise ValueError(
+                    f"half_params: got {argnums=} for a call with {len(args)} "
+                    "positional arguments; expected the places of those that hold the "
+                    "parameters, from 0 on. Pass the parameters by position."
+                )
+        call = FunctionalCall(fun, args, kwargs, open_scopes=policy.names_scopes)
+        found = find_parameters(call, policy, dtype, places)
+        halves = {x.place for x in found if x.is_half}
+        inputs = [
+            _in_half(x, dtype) if i in halves else x for i, x in enumerate(call.inputs)
+        ]
+        of_halves, _ = call.arguments_with(inputs)
+        chosen = [of_halves[n] for n in places]
+        return chosen[0] if is_one else tuple(chosen)
+
+    return of_call
+
+
+def _in_half(x: Any, half: DType) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=half)
+    return x.astype(half)
+
+
+# --- the search ----------------------------------------------------------------------
+
+
+class Reason(enum.Enum):
+    """Why a parameter stays float32."""
+
+    IN_FLOAT32 = "the precision is float32"
+    NOT_READ = "no equation reads it"
+    UNROUNDED = "an equation reads it in float32"
+    PROMOTED = "an equation would compute something else from half precision"
+    UNPROVEN = "the function could not be traced with it, or may compute something else"
+
+
+class Parameter(NamedTuple):
+    """A float32 array among the inputs of a call."""
+
+    place: int  # among the inputs
+    reason: Reason | None  # why it stays float32; `None` if it can be half
+    reader: Reader | None  # the equation that the reason is about
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it can be stored in half precision."""
+        return self.reason is None
+
+
+def find_parameters(
+    call: FunctionalCall, policy: Policy, half: DType, argnums: Sequence[int]
+) -> list[Parameter]:
+    """Finds which float32 arrays of some arguments can be stored in half precision."""
+    places = [p for p in call.places_of(argnums) if _is_float32(call.inputs[p])]
+    if half == jnp.float32:
+        return [Parameter(p, Reason.IN_FLOAT32, None) for p in places]
+    return _Search(call, policy, half, places).run()
+
+
+class _Search:
+    """Compares the program of a call with those for some parameters in half."""
+
+    def __init__(
+        self, call: FunctionalCall, policy: Policy, half: DType, places: Sequence[int]
+    ):
+        self.call, self.policy, self.half = call, policy, half
+        self.places = places
+        self.reasons: dict[int, tuple[Reason, Reader | None]] = {}
+        self.table = Table(half)
+        self.in_float32 = Numbering(self.table)
+        self.expected = self._results(self.in_float32, self._program([]))
+
+    def run(self) -> list[Parameter]:
+        for p, reader in self.in_float32.unrounded.items():
+            self.reasons[p] = Reason.UNROUNDED, reader
+        for p in {*self.places} - self.in_float32.rounded - {*self.reasons}:
+            self.reasons[p] = Reason.NOT_READ, None
+        found = self._proven([p for p in self.places if p not in self.reasons])
+        return [
+            Parameter(p, *((None, None) if p in found else self.reasons[p]))
+            for p in self.places
+        ]
+
+    def _proven(self, candidates: list[int]) -> list[int]:
+        """Returns candidates with which the program computes the same values."""
+        while candidates:
+            blamed = self._blamed(candidates)
+            if blamed is None:
+                return candidates
+            if blamed:
+                for p, reader in blamed.items():
+                    self.reasons[p] = Reason.PROMOTED, reader
+                candidates = [p for p in candidates if p not in blamed]
+                continue
+            # The function refuses operands of two dtypes, or none is to blame.
+            if len(candidates) == 1:
+                self.reasons[candidates[0]] = Reason.UNPROVEN, None
+                return []
+            middle = len(candidates) // 2
+            first = self._proven(candidates[:middle])
+            second = self._proven(candidates[middle:])
+            if len(first) + len(second) == len(candidates):
+                self.reasons |= dict.fromkeys(second, (Reason.UNPROVEN, None))
+                return first
+            candidates = first + second
+        return []
+
+    def _blamed(self, candidates: list[int]) -> dict[int, Reader] | None:
+        """Compares the programs; returns `None` if they compute the same values.
+
+        Otherwise it returns parameters that are read where the programs begin to
+        differ, with the equation there, as far as they are known.
+        """
+        numbering = Numbering(self.table, frozenset(candidates))
+        try:
+            program = self._program(candidates)
+        except Exception:  # of the user's code, which has run for float32
+            return {}
+        results = self._results(numbering, program)
+        if results == self.expected:
+            return None
+        blamed: dict[int, Reader] = {}
+        for number, reader in numbering.first_new.items():
+            read = self.table.sources(number) & numbering.stored
+            # JAX computes in half precision from two halves, and in float32 from a half
+            # and a float32 array. So the largest one may stay half.
+            ordered = sorted(read, key=self._size)
+            blamed |= dict.fromkeys(ordered[:-1] or ordered, reader)
+        return blamed
+
+    def _size(self, place: int) -> int:
+        return math.prod(self.call.inputs[place].shape)
+
+    def _program(self, halves: Sequence[int]) -> "_Program":
+        """Traces the program for some parameters in half precision."""
+        call = copy.copy(self.call)
+        call.inputs = [
+            _half_struct(x, self.half) if i in halves else x
+            for i, x in enumerate(call.inputs)
+        ]
+        arrays = {i: x for i, x in enumerate(call.inputs) if _tree.is_array_or_shape(x)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `amp` warns when it is called
+            traced = trace_call(call, self.policy, self.half)
+            closed = jax.make_jaxpr(traced.emit)([*arrays.values()])
+        return _Program(closed, traced.rebuild, [*arrays])
+
+    def _results(self, numbering: Numbering, program: "_Program") -> list[Any]:
+        """Returns the results of a program.
+
+        Equal lists are results of the same values and dtypes in the same structure.
+        """
+        values = []
+        for place, x in zip(program.places, program.closed.in_avals, strict=True):
+            if place in self.places:
+                number = self.table.parameter(place, x.shape)
+                is_half = place in numbering.stored
+                values.append(Value(number, Form.AS_IT_IS if is_half else Form.FLOAT32))
+            else:
+                values.append(Value(self.table.number("input", place)))
+        *outs, effects = numbering.run(program.closed, values)
+        tree = program.rebuild(outs)
+        leaves, treedef = jax.tree.flatten(tree, lambda x: isinstance(x, Value))
+        types = [(x.dtype, x.weak_type) for x in program.closed.out_avals]
+        return [effects, *leaves, treedef, types]
+
+
+class _Program(NamedTuple):
+    """A traced call, rewritten by `amp`."""
+
+    closed: Jaxpr
+    rebuild: Callable[[Sequence[Any]], Any]  # makes the result of its arrays
+    places: list[int]  # of the arrays among the inputs of the call
+
+
+def _is_float32(x: Any) -> bool:
+    return _tree.is_array_or_shape(x) and x.dtype == jnp.float32
+
+
+def _half_struct(x: Any, half: DType) -> jax.ShapeDtypeStruct:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=half)
+    return struct_of(jax.typeof(x), half)
