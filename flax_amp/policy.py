@@ -199,21 +199,18 @@ _LONG: dict[Any, Any] = dict(
 )
 
 
-def long_word(word: Any, name: str = "precision") -> Precision:
+def long_word(word: Any, name: str = "precision", hint: str = "") -> Precision:
     """Returns the long form of a word, or raises a ValueError that calls it `name`."""
     long: Any = _LONG.get(word, word) if isinstance(word, str) else None
     if long not in _MEANING:
         words = ", ".join(f"{long!r} ({short!r})" for short, long in _LONG.items())
-        raise ValueError(
-            f"{name} is {word!r}; expected one of {words}. Pass a dtype as "
-            "compute_dtype."
-        )
+        raise ValueError(f"{name} is {word!r}; expected one of {words}.{hint}")
     return long
 
 
 def read_precision(word: Any) -> tuple[Any, MatmulDType]:
     """Returns the compute dtype and the `matmul_dtype` of a word; see `long_word`."""
-    return _MEANING[long_word(word)]
+    return _MEANING[long_word(word, hint=" Pass a dtype as compute_dtype.")]
 
 
 # --- policies ------------------------------------------------------------------------

@@ -107,9 +107,9 @@ def check_params(
             f"{first_of(wrong)}; expected float32 master weights, which amp casts at "
             "each use. Make the model with param_dtype=jnp.float32. To store them in "
             "bfloat16, use AmpTrainState.create(param_dtype=jnp.bfloat16), or "
-            "flax_amp.optim.small_state for an optimizer of NNX. To leave them as they "
-            "are, select others with wrt=, or give them optax.set_to_zero() in an "
-            "optax.multi_transform."
+            "flax_amp.optim.small_state for an optimizer of NNX. To leave some in "
+            "bfloat16 or float16 as they are, select others with wrt=, or give them "
+            "optax.set_to_zero() in an optax.multi_transform."
         )
 
 

@@ -103,7 +103,8 @@ def make_train_step(
       metrics_fn: `metrics_fn(state, grads, updates)`, traced into the step, returns a
         dict of further metrics. `state` is the one before the update, `grads` are
         unscaled and averaged, before `tx`, and `updates` are the new parameters minus
-        the old ones, all in float32. In a skipped step they may hold infs and NaNs.
+        the old ones, all in float32, but zeros in half precision for parameters in half
+        precision that no step changes. In a skipped step they may hold infs and NaNs.
       state_shardings: the shardings of the new state, as a state of shardings or as one
         sharding for all leaves. On a mesh, pass those that the state was created with:
         otherwise XLA chooses them, and may move a leaf that was replicated.

@@ -2,10 +2,10 @@
 
 The base of a LoRA, a frozen tower or a table may be stored in half
 (`flax_amp.half_params`). Such a parameter has no gradient and no float32 copy, and the
-new state holds the array of the old one. Whether a step changes a parameter, only its
-optimizer knows, and one of `optax.multi_transform` with `optax.set_to_zero` is a pair
-of functions like any other. So an update is traced, and the new parameter has to be the
-old one plus zeros:
+new state holds the array of the old one. Only the optimizer knows whether a step
+changes a parameter, and an optimizer is a pair of functions, also with
+`optax.set_to_zero` in an `optax.multi_transform`. So an update is traced, and the new
+parameter has to be the old one plus zeros:
 
     u = broadcast_in_dim 0.0     zeros
     n = add p u                  `p`, unchanged
@@ -34,12 +34,12 @@ _ZEROS = "zeros"
 _Parameter = tuple[DType, int]
 _Value = str | _Parameter | None
 
-# What gives zeros for zeros alone, beside sums.
+# Primitives whose result is zeros if all operands are; sums and products are below.
 _KEEPS_ZEROS = frozenset(
     """abs broadcast_in_dim concatenate convert_element_type copy neg pvary reduce_sum
     reshape sharding_constraint slice squeeze transpose""".split()
 )
-# What gives a parameter for that parameter, beside a cast.
+# Primitives whose result is their operand; a cast is below.
 _KEEPS_PARAMETER = frozenset("copy pvary sharding_constraint".split())
 
 
@@ -49,7 +49,7 @@ def untrained(state: Any) -> PyTree:
     `state` is an `AmpTrainState`. Nothing is traced if no parameter is in half.
     """
     leaves, treedef = jax.tree.flatten(state.params)
-    # Under `small_state` all of bfloat16 train: each update is rounded at random.
+    # Under `small_state` all bfloat16 parameters train: updates are rounded at random.
     rounds = rounds_parameters(state.opt_state)
     flags = [
         _tree.is_half(leaf) and not (rounds and leaf.dtype == jnp.bfloat16)
@@ -65,7 +65,7 @@ def untrained(state: Any) -> PyTree:
 
 
 def params_of_loss(params: PyTree, stays: PyTree) -> PyTree:
-    """Returns parameters as a loss sees them: bfloat16 ones that train in float32."""
+    """Returns parameters as a loss sees them: those that train in float32."""
     return jax.tree.map(
         lambda leaf, stays: leaf if stays else _tree.float32_if_bfloat16(leaf),
         params,
@@ -77,7 +77,9 @@ def _unchanged(state: Any) -> list[bool]:
     """Returns which parameters an update gives back unchanged, whatever it is given."""
     number = jax.ShapeDtypeStruct((), jnp.float32)
 
-    def update(params: PyTree, grads: PyTree, loss: Any) -> list[Any]:
+    # The whole state is an argument: a learning rate in it that is 0 now, as at the
+    # begin of a warm-up, would be a constant, and all updates zeros.
+    def update(params: PyTree, state: Any, grads: PyTree, loss: Any) -> list[Any]:
         new = state.replace(params=params).apply_gradients(
             grads=grads,
             variables=state.variables,
@@ -86,7 +88,8 @@ def _unchanged(state: Any) -> list[bool]:
         )
         return jax.tree.leaves(new.params)
 
-    closed = jax.make_jaxpr(update)(state.params, state.params, number)
+    rest = state.replace(params=None)
+    closed = jax.make_jaxpr(update)(state.params, rest, state.params, number)
     dtypes = [leaf.dtype for leaf in closed.in_avals[: len(closed.out_avals)]]
     params: list[_Value] = list(zip(dtypes, range(len(dtypes)), strict=True))
     others: list[_Value] = [None] * (len(closed.in_avals) - len(params))

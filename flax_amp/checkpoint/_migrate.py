@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
@@ -106,7 +107,7 @@ def migrate(
     stays |= {name for name in wanted.keys() - saved.keys() if _may_stay(name)}
     values = {n: _convert(n, x, wanted[n]) for n, x in saved.items() if n in wanted}
     problems = [
-        _trees.difference(n, values.get(n, saved.get(n)), wanted.get(n))
+        _difference(n, values.get(n, saved.get(n)), wanted.get(n))
         for n in {**wanted, **saved}.keys() - stays
     ]
     problems += [
@@ -244,6 +245,18 @@ def _may_stay(name: str) -> bool:
     *around, last = name.split("/")
     is_counter = around[-1:] == ["opt_state"] and last in _COUNTERS
     return is_counter or "rngs" in around or bool(_trees.scaler_in([(*around, last)]))
+
+
+def _difference(name: str, value: np.ndarray | None, like: Any) -> str:
+    """Describes a difference, also a value that the dtype of the target lacks."""
+    told = _trees.difference(name, value, like)
+    if value is None or like is None or np.shape(value) != np.shape(like):
+        return told
+    if told and _tree.is_half(like) and value.dtype == np.float32:
+        largest = np.abs(value[np.isfinite(value)]).max(initial=0)
+        if largest > (most := float(jnp.finfo(like.dtype).max)):
+            told += f", where {largest:.3g} would be an inf (largest: {most:.5g})"
+    return told
 
 
 def _convert(name: str, value: np.ndarray, like: Any) -> np.ndarray:

@@ -88,7 +88,21 @@ def nnx_loss(model, x):
 
 # --- which optimizers leave a parameter as it is -------------------------------------
 
+
+def in_every_other_step(updates, step, params=None):
+    """Updates or zeros, by a select."""
+    moves = jax.tree.map(lambda x: jnp.where(step % 2, 0, x), updates)
+    return moves, step + 1
+
+
 LEAVES_IT = {
+    "in a call": lambda: optax.GradientTransformation(
+        frozen().init, jax.jit(frozen().update)
+    ),
+    "by a select": lambda: optax.chain(
+        frozen(),
+        optax.GradientTransformation(lambda _: jnp.int32(0), in_every_other_step),
+    ),
     "multi_transform": frozen,
     "behind a clip": lambda: optax.chain(optax.clip_by_global_norm(1.0), frozen()),
     "before a schedule": lambda: optax.chain(
@@ -228,14 +242,11 @@ def test_the_new_state_holds_the_same_array():
     state = AmpTrainState.create(params=big, tx=frozen())
     step = make_train_step(loss_fn)
     x = jnp.ones((4, 256))
-    outs = jax.make_jaxpr(step)(state, x).jaxpr.outvars
-    sizes = [v.aval.size for v in outs]
-    assert sizes.count(256 * 256) == 1
+    jaxpr = jax.make_jaxpr(make_train_step(loss_fn, jit=False))(state, x).jaxpr
+    large = [v for v in jaxpr.outvars if v.aval.size == 256 * 256]
+    assert large == [v for v in jaxpr.invars if v.aval.size == 256 * 256]
     compiled = step.lower(state, x).compile()
-    size = compiled.memory_analysis().alias_size_in_bytes
-    assert size >= 2 * 256 * 256
-    text = compiled.as_text()
-    assert not re.search(r"bf16\[256,256\]\S* (add|select|copy)\(", text)
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * 256 * 256
 
 
 def test_skipped_steps_and_metrics_of_the_user():
@@ -300,7 +311,7 @@ def test_migrate_does_not_round_moments_nor_to_infs():
     old = {"params": {"w": jnp.full(2, 1e6)}, "opt_state": {"nu": jnp.full(2, 1 / 3)}}
     target = jax.tree.map(jnp.zeros_like, old)
     half = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float16))
-    with pytest.raises(ValueError, match="params/w"):
+    with pytest.raises(ValueError, match=r"params/w.*1e\+06 would be an inf"):
         checkpoint.migrate(old, target | {"params": half(target["params"])})
     with pytest.raises(ValueError, match="opt_state/nu"):
         checkpoint.migrate(old, target | {"opt_state": half(target["opt_state"])})
