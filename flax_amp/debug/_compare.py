@@ -1,7 +1,6 @@
 """`compare_precision`: how far gradients in half are from those in float32."""
 
 import dataclasses
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from flax_amp._compat import Array
 from flax_amp._training.scaler import HIGHEST
 from flax_amp.debug._call import Call, tool
 from flax_amp.debug._report import Block, Report, percent, plural, policy_text, table
+from flax_amp.debug._sensitivity import KINDS, RESULT, Roundings
 from flax_amp.debug._trial import Part, Trials, fewest, keys_of, lines_of
 from flax_amp.policy import (
     Policy,
@@ -30,6 +30,8 @@ _USUAL = 8
 _HELPS = 0.9  # what a remedy that helps leaves of the error of the gradients, at most
 _RESULT = "flax_amp.use_float32_result"
 _SHOWN = 12  # groups of parameters
+# What is rounded, in a table: a part, and its kinds of roundings.
+_HEADERS = ("this\nalone", "\noperands", "\nresults", "border\nvalues", "\ncotangents")
 _NOT_FINITE = (
     "the loss or its gradients are not finite in float32 either: "
     "flax_amp.find_nonfinite says where"
@@ -62,6 +64,21 @@ class Setting:
     value: str = "jnp.float32"  #: what the keys get, or `flax_amp.use_float32_result`
 
 
+@dataclasses.dataclass(frozen=True)
+class Sensitivity:
+    """The error of the gradients that the roundings of one part make.
+
+    Errors are relative, L2, of all gradients together.
+    """
+
+    name: str  #: the module, or the line outside of modules
+    alone: float  #: the error if this part alone is rounded
+    without: float  #: the error if all but this part are rounded
+    #: `alone` if only an `operand` of a matmul, its `result`, a `border value` or a
+    #: `cotangent` is rounded: any other value of the forward pass, or the backward pass
+    by_kind: dict[str, float]
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Comparison(Report):
     """How a program differs from itself in float32. Made by `compare_precision`."""
@@ -74,6 +91,8 @@ class Comparison(Report):
     #: without fp8, another scale, modules in float32 or with float32 results
     remedies: tuple[Setting, ...]
     own_policy: bool  #: whether the policy is the user's own
+    #: the parts whose roundings make the error, the worst one first
+    sensitivities: tuple[Sensitivity, ...] = ()
 
     @property
     def best(self) -> Setting | None:
@@ -101,17 +120,25 @@ class Comparison(Report):
         yield ""
         headers = ["\nthe program", "error of\nloss", "\ngradients", "in\nhalf"]
         yield table(headers, map(_cells, (run, *self.remedies)))
+        if self.sensitivities:
+            yield ""
+            headers = ["\nrounded", "all but\nthis", *_HEADERS]
+            yield table(headers, map(_row, self.sensitivities))
         yield from self._conclusion()
 
     def _conclusion(self) -> Iterator[str]:
-        run, best, threshold = self.as_it_is, self.best, f"{self.threshold:.2g}"
-        if run.gradient_error <= self.threshold:
-            yield f"\nThe gradients are as exact as usual: below {threshold}."
+        run, best, threshold = self.as_it_is, self.best, self.threshold
+        if run.gradient_error <= threshold:
+            yield f"\nThe gradients are as exact as usual: below {threshold:.2g}."
         elif best is None:
             tried = ", and nothing that was tried helps" if self.remedies else ""
-            yield f"\nThe error is above {threshold}{tried}."
+            yield f"\nThe error is above {threshold:.2g}{tried}."
         else:
             yield f"\nThis was tried and helps: {best.name}."
+            is_all = best.gradient_error <= threshold and (best.keys or best.lines)
+            change = f"{run.gradient_error:.2g} to {best.gradient_error:.2g}"
+            rest = "; nothing else matters" if is_all else ""
+            yield f"The error of the gradients falls from {change}{rest}."
             if best.scale != run.scale:
                 yield f"  flax_amp.init_scaler(scaler={best.scale:.8g})"
             own = self.own_policy
@@ -122,6 +149,11 @@ def _cost(run: Setting) -> tuple[float, int, float]:
     """Returns what a remedy costs: the share of matmuls that are not half, and keys."""
     share = 0.0 if run.low_share is None else run.low_share
     return -share, len(run.keys) + len(run.lines), run.gradient_error
+
+
+def _row(part: Sensitivity) -> list[str]:
+    errors = part.without, part.alone, *part.by_kind.values()
+    return [part.name, *(f"{error:.2g}" for error in errors)]
 
 
 def _cells(run: Setting) -> list[str]:
@@ -205,7 +237,10 @@ class _Comparing:
         self._trials = Trials(call)
         self._is_fp8 = bool(Policy(call.asked.entries).fp8_recipes)
         self._enough = _USUAL * float(jnp.finfo(call.asked.dtype).eps)  # an error
+        self._reachable = self._enough  # the error that a few parts are to bring
         self._notes: list[str] = []
+        self._sensitivities: list[Sensitivity] = []
+        self._roundings: Roundings | None = None
 
     def comparison(self, most: int) -> Comparison:
         """Returns what is found, with remedies of up to so many modules."""
@@ -231,6 +266,7 @@ class _Comparing:
             as_it_is=first,
             remedies=tuple(remedies),
             own_policy=asked.has_own_policy,
+            sensitivities=tuple(self._sensitivities),
             notes=tuple(self._notes),
         )
 
@@ -294,34 +330,94 @@ class _Comparing:
 
     def _of_parts(self, most: int, error: float) -> Iterator[Setting]:
         """Runs few parts that are enough in float32, if they are at most so many."""
-
-        @functools.cache
-        def in_float32(*parts: Part) -> Setting:
-            return self._try(f"{named(parts)} in float32", *parts)[0]
-
-        def named(parts: Sequence[Part]) -> str:
-            first = parts[0].line or parts[0].path
-            return first if len(parts) == 1 else f"all {len(parts)}"
-
         parts = self._trials.parts()
-        best = in_float32(*parts).gradient_error if parts else math.inf
-        # There may be another fault, which none of them has.
-        enough = max(self._enough, 2 * best)
-        if enough >= error / 2:
+        found = self._sensitive(parts, most, error)
+        if len(found) > most:
+            self._note_of_many(found, most)
+            return
+        run = self._in_float32(found) if found else None
+        if run is None or run.gradient_error > self._reachable:
+            # A kernel, say, has roundings without switches.
+            found = self._searched(parts, most, error)
+            if not found:
+                return
+            run = self._in_float32(found)
+        yield run
+        # Where results of matmuls alone are too rough, matmuls may stay in half.
+        if self._remains(found) > self._reachable:
+            return
+        name = f"{_named(found)} with float32 results"
+        run, *_ = self._try(name, *found, value=use_float32_result)
+        if run.gradient_error <= self._reachable:
+            yield run
+
+    def _sensitive(
+        self, parts: Sequence[Part], most: int, error: float
+    ) -> Sequence[Part]:
+        """Returns parts whose roundings make the error, one more than `most` at most.
+
+        There are none if the roundings of all parts together do not make it.
+        """
+        try:
+            self._roundings = roundings = Roundings(self._trials, parts, self._scale)
+            self._reaches(roundings.error_without(parts))
+            if self._reachable >= error / 2:
+                return ()
+            worst = roundings.worst(self._reachable, most)
+            self._sensitivities = [_sensitivity(roundings, part) for part in worst]
+        except Exception as cause:  # of an equation that no rule knows
+            told = str(cause).partition("\n")[0]
+            self._notes.append(
+                "the error that each module makes is not known: "
+                f"{type(cause).__name__}: {told}"
+            )
+            return ()
+        return worst
+
+    def _remains(self, parts: Sequence[Part]) -> float:
+        """Returns the error if parts have float32 results, 0 if it is not known."""
+        if not self._sensitivities:
+            return 0.0
+        assert self._roundings is not None
+        return self._roundings.error_without(parts, [RESULT])
+
+    def _searched(self, parts: list[Part], most: int, error: float) -> Sequence[Part]:
+        """Returns parts that are enough in float32, found by running programs."""
+        self._reaches(self._in_float32(parts).gradient_error if parts else math.inf)
+        if self._reachable >= error / 2:
             told = "nothing less than the whole program in float32 is enough"
             self._notes.append(told)
-            return
-        found = fewest(parts, lambda x: in_float32(*x).gradient_error <= enough)
+            return ()
+        found = fewest(
+            parts, lambda x: self._in_float32(x).gradient_error <= self._reachable
+        )
         if len(found) > most:
-            many = f"more than {plural(most, 'module')} would have to be in float32"
-            names = first_of([part.line or part.path for part in found])
-            self._notes.append(f"{many}: {names}")
-            return
-        yield from map(in_float32, found)
-        if len(found) > 1:
-            yield in_float32(*found)
-        # Where only what matmuls give is too rough, they may stay in half precision.
-        name = f"{named(found)} with float32 results"
-        run, *_ = self._try(name, *found, value=use_float32_result)
-        if run.gradient_error <= enough:
-            yield run
+            self._note_of_many(found, most)
+            return ()
+        return found
+
+    def _reaches(self, error: float) -> None:
+        """Notes the error with all parts in float32: there may be another fault."""
+        self._reachable = max(self._enough, 2 * error)
+
+    def _in_float32(self, parts: Sequence[Part]) -> Setting:
+        return self._try(f"{_named(parts)} in float32", *parts)[0]
+
+    def _note_of_many(self, parts: Sequence[Part], most: int) -> None:
+        many = f"more than {plural(most, 'module')} would have to be in float32"
+        names = first_of([part.line or part.path for part in parts])
+        self._notes.append(f"{many}: {names}")
+
+
+def _named(parts: Sequence[Part]) -> str:
+    first = parts[0].line or parts[0].path
+    return first if len(parts) == 1 else f"all {len(parts)}"
+
+
+def _sensitivity(roundings: Roundings, part: Part) -> Sensitivity:
+    return Sensitivity(
+        name=part.line or part.path,
+        alone=roundings.error([part]),
+        without=roundings.error_without([part]),
+        by_kind={name: roundings.error([part], [i]) for i, name in enumerate(KINDS)},
+    )

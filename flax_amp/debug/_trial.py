@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from flax_amp._compat import Array, Eqn
+from flax_amp._compat import Array, DType, Eqn, Jaxpr
 from flax_amp._jaxprs import evaluate
 from flax_amp._rewriter.primitives import Kind, kind_of
 from flax_amp._rewriter.roles import Choice, Chooser, Context
@@ -51,6 +51,11 @@ class Trials:
 
     def __init__(self, call: Call):
         self._call, self.traced = call, call.trace_loss()
+
+    @property
+    def half(self) -> DType:
+        """The dtype of half precision."""
+        return self._call.asked.dtype
 
     @functools.cached_property
     def exact(self) -> Trial:
@@ -96,7 +101,7 @@ class Trials:
         recorder = Recorder()
         emit = functools.partial(self.traced.emit, record=recorder)
         jax.eval_shape(emit, self._call.arrays)
-        rows = [row for row in recorder.rows if row.is_low]
+        rows = [row for row in recorder.rows if row.is_low or row.is_in_fp8]
         paths = {row.path for row in rows}
         root = {""} | {x for x in paths if all(_is_inside(path, x) for path in paths)}
         parts = {Part("", x.source) if x.path in root else Part(x.path) for x in rows}
@@ -104,14 +109,38 @@ class Trials:
         parts -= {Part()}
         return sorted(parts, key=lambda x: (x.path.count("/"), len(x.line), x))
 
+    def gradient_program(self, scale: float) -> tuple[Jaxpr, list[Array]]:
+        """Returns the jaxpr of the loss and its gradients in half precision.
+
+        Its operands come with it. It computes nothing again: it has the same roundings,
+        and compiles in three quarters of the time.
+        """
+        asked = self._call.asked
+        options = False, None, asked.reduce_in_float32
+        step = self._gradients(lambda x: self.traced.emit(x, *options))
+
+        def run(scale: Array, *arrays: Array) -> list[Array]:
+            (value, *_), gradients = step(scale, arrays)
+            return [value, *gradients]
+
+        operands = [jnp.float32(scale), *self._call.arrays]
+        return jax.make_jaxpr(run)(*operands), operands
+
     def _step(self, program: Loss, recorder: Recorder, scale: float = 1.0) -> Trial:
+        step = jax.jit(self._gradients(program), compiler_options=compiler_options())
+        (value, updates, _), gradients = step(jnp.float32(scale), self._call.arrays)
+        return Trial(value, updates, gradients, low_share(recorder.rows))
+
+    def _gradients(self, program: Loss) -> Loss:
         def loss(arrays: Sequence[Array]) -> Any:
             return self.traced.rebuild(program(arrays))[0]
 
-        options = _ON_CPU if jax.default_backend() == "cpu" else {}
-        step = jax.jit(self._call.gradients(loss), compiler_options=options)
-        (value, updates, _), gradients = step(jnp.float32(scale), self._call.arrays)
-        return Trial(value, updates, gradients, low_share(recorder.rows))
+        return self._call.gradients(loss)
+
+
+def compiler_options() -> dict[str, Any]:
+    """Returns the options for a program that runs a few times, as a trial does."""
+    return _ON_CPU if jax.default_backend() == "cpu" else {}
 
 
 @dataclasses.dataclass(frozen=True)

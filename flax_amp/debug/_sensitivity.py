@@ -1,0 +1,445 @@
+"""Which roundings matter: one program with a switch for each of them.
+
+The gradient of the rewritten program has all roundings, those of both passes. It runs
+here in float32, with each rounding behind a switch:
+
+    x = where(switch of operands, round(x), x)
+    y = dot_general x w                            in float32
+    y = where(switch of results, round(y), y)
+
+The switches of each part of the program are arguments. So the program is compiled once,
+and each question about it (this module alone in half precision, all but these two) is a
+run. On a CPU, twelve blocks of a transformer compile for 10 s and run for 0.1 s.
+
+A derivative by the switches would be a backward pass through the gradient: a program of
+three times the size. It is zero where a rounding changes a choice (`argmin`), it is not
+a number where a value overflows, and a `while` has none.
+
+A rounding belongs to the part without which it would not be there:
+
+    y = dot_general x w      the result of a matmul: the part of the matmul
+    z = add y bias           a sum that is half because `y` is half: the part of `y`
+    a = convert t            a cast, for the matmul that reads `a`: the part of this one
+"""
+
+import functools
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_amp import _compat, _tree
+from flax_amp._compat import Array, Arrays, DType, Eqn, Jaxpr, Params, open_jaxpr
+from flax_amp._jaxprs import bind_in_dtype, evaluate, inner_jaxprs
+from flax_amp._rewriter.casts import up
+from flax_amp._rewriter.fp8 import power_of_two, quantize, scale_exponent
+from flax_amp._rewriter.primitives import Kind, bodies, kind_by_shape
+from flax_amp._source import equation_context
+from flax_amp._training.dependence import CALLS
+from flax_amp._tree import split_list
+from flax_amp.debug._record import Location, is_derivative
+from flax_amp.debug._trial import Part, Trials, compiler_options
+
+OPERAND, RESULT, BORDER, COTANGENT = range(4)
+#: What is rounded: an operand of a matmul, its result, any other value of the forward
+#: pass, or anything in the backward pass.
+KINDS = ("operand", "result", "border value", "cotangent")
+ALL = (OPERAND, RESULT, BORDER, COTANGENT)
+Kinds = Sequence[int]
+
+
+# --- what is asked -------------------------------------------------------------------
+
+_MAX_FOUND = 8  # parts
+_NEGLIGIBLE = 0.25  # of the error that is enough: a group below it is not opened
+
+
+class Roundings:
+    """The errors that the roundings of some parts of a program make."""
+
+    def __init__(self, trials: Trials, parts: Sequence[Part], scale: float):
+        closed, self._operands = trials.gradient_program(scale)
+        self._numbers = {part: i for i, part in enumerate(parts)}
+        self._exact = trials.exact.gradients
+        half = jnp.dtype(trials.half)
+        # In this unit, no square is out of the range of float32.
+        norms = [np.linalg.norm(np.asarray(x, np.complex128)) for x in self._exact]
+        self._unit = float(np.linalg.norm(norms))
+
+        def run(switches: Array, operands: Arrays, exact: Arrays, unit: Array) -> Array:
+            switched = _Switched(switches, self._numbers, half)
+            found = switched.evaluate(closed, operands)
+            loss, *gradients = (switched.settled(x) for x in found)
+            return _distance(loss, gradients, exact, unit)
+
+        # Elsewhere than on a CPU, too, XLA would leave out the roundings.
+        options = compiler_options() | {"xla_allow_excess_precision": False}
+        self._run = jax.jit(run, compiler_options=options)
+
+    def error(self, parts: Collection[Part], kinds: Kinds = ALL) -> float:
+        """Returns the error of the gradients if these parts alone are rounded."""
+        return self._error(parts, kinds, True)
+
+    def error_without(self, parts: Collection[Part], kinds: Kinds = ALL) -> float:
+        """Returns the error of the gradients if all but these parts are rounded."""
+        return self._error(parts, kinds, False)
+
+    def _error(self, parts: Collection[Part], kinds: Kinds, are_on: bool) -> float:
+        switches = np.full((len(self._numbers) + 1, len(KINDS)), not are_on)
+        for part in parts:
+            switches[self._numbers[part], list(kinds)] = are_on
+        given = self._operands, self._exact, np.float32(self._unit or 1)
+        return float(self._run(switches, *given))
+
+    def worst(self, enough: float, most: int) -> list[Part]:
+        """Returns parts without whose roundings the error is small enough.
+
+        The part that makes the largest error alone comes first. There are more than
+        `most`, or none, if so many are not enough.
+        """
+        found = self._search(self.error, enough, most)
+        if not found or len(found) > most:
+            # Some roundings change a choice together only, and no part makes an error
+            # alone: of a perceptron, four layers made 0.0026 each and 0.043 together,
+            # and all but the first one 0.004.
+            found = self._search(self._fall, enough, most) or found
+        return sorted(found, key=lambda part: -self.error([part]))
+
+    def _fall(self, parts: Collection[Part]) -> float:
+        """Returns by how much the error falls without the roundings of parts."""
+        before, after = self.error_without(()), self.error_without(parts)
+        return 0.0 if after == math.inf else before - after
+
+    def _search(
+        self, harm: Callable[[Collection[Part]], float], enough: float, most: int
+    ) -> list[Part]:
+        """Returns parts that do harm until the others do not make the error.
+
+        There is one more than `most` if so many are not enough, and none if the harm of
+        all others is negligible before.
+        """
+        # By name: the parts of a module, of which one is at fault, are in one group.
+        every = sorted(self._numbers)
+        groups = [(harm(every), every)]
+        found: list[Part] = []
+        while groups and len(found) <= most:
+            groups.sort(key=lambda group: group[0])
+            size, parts = groups.pop()
+            if size <= _NEGLIGIBLE * enough:
+                return []
+            if len(parts) > 1:
+                middle = len(parts) // 2
+                halves = parts[:middle], parts[middle:]
+                groups += [(harm(half), half) for half in halves]
+                continue
+            found += parts
+            if self.error_without(found) <= enough:
+                return self._needed(found, enough)
+        return found
+
+    def _needed(self, found: list[Part], enough: float) -> list[Part]:
+        """Returns parts that are enough, without those that are not needed for it."""
+        for part in found[:-1]:
+            rest = [other for other in found if other is not part]
+            if self.error_without(rest) <= enough:
+                found = rest
+        return found
+
+
+def _distance(loss: Array, gradients: Arrays, exact: Arrays, unit: Array) -> Array:
+    """Returns the L2 distance in a unit, infinite if a number is lost."""
+    pairs = zip(gradients, exact, strict=True)
+    squares = [jnp.sum(jnp.abs((x - y) / unit) ** 2) for x, y in pairs]
+    distance = jnp.sqrt(jnp.stack(squares).sum())
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(distance)
+    return jnp.where(is_finite, distance, jnp.inf)
+
+
+# --- the equations -------------------------------------------------------------------
+
+
+class _Half(NamedTuple):
+    """A value of half precision."""
+
+    exact: Array  # in float32, before it is rounded
+    switch: Array | None  # says whether it is rounded; `None` if that is done
+    is_cast: bool = False  # from float32: the matmul that reads it rounds it
+
+
+class _Switched(NamedTuple):
+    """Runs equations of half precision in float32, with a switch for each rounding."""
+
+    switches: Array  # bool[parts + 1, kinds]; the last row is for all other code
+    numbers: dict[Part, int]  # the rows of the parts
+    half: DType
+    around: tuple[Eqn, ...] = ()
+
+    def evaluate(self, closed: Jaxpr, operands: Arrays) -> list[Any]:
+        """Runs a jaxpr; values in half precision are of the class `_Half`."""
+        return [self._read(x) for x in evaluate(closed, operands, self.run)]
+
+    def run(self, eqn: Eqn, operands: Arrays) -> Sequence[Any]:
+        """Returns the results of an equation."""
+        if not eqn.outvars:
+            return []  # a message that is printed, or a check
+        with equation_context(eqn):
+            if not self._has_half(eqn):
+                return _compat.bind(eqn, operands, eqn.params)
+            rule = _RULES.get(eqn.primitive.name, _run_by_kind)
+            values = [self._read(x) for x in operands]
+            return rule(self, eqn, values)
+
+    def _read(self, x: Any) -> Any:
+        """Returns a value; constants and literals of half precision are rounded."""
+        if getattr(x, "dtype", None) != self.half:
+            return x
+        return _Half(jnp.asarray(x, jnp.float32), None)
+
+    def _has_half(self, eqn: Eqn) -> bool:
+        avals = (v.aval for v in (*eqn.invars, *eqn.outvars))
+        if any(getattr(aval, "dtype", None) == self.half for aval in avals):
+            return True
+        if eqn.params.get("half") == self.half:  # a matmul of `weight_matmuls.py`
+            return True
+        inner = (open_jaxpr(body)[0] for body in inner_jaxprs(eqn))
+        return any(self._has_half(x) for body in inner for x in body.eqns)
+
+    def inside(self, eqn: Eqn) -> "_Switched":
+        """Returns what runs the equations in the bodies of an equation."""
+        return self._replace(around=(*self.around, eqn))
+
+    # --- roundings ---
+
+    def switch(self, eqn: Eqn, kind: int) -> Array:
+        """Returns the switch of the roundings of an equation."""
+        at = Location((*self.around, eqn))
+        parts = Part(at.path), Part("", at.source)
+        rows = [self.numbers[part] for part in parts if part in self.numbers]
+        if kind != OPERAND and any(map(is_derivative, at.eqns)):
+            kind = COTANGENT
+        return self.switches[rows[0] if rows else -1, kind]
+
+    def rounded(self, x: Array, switch: Array) -> Array:
+        """Returns a float32 array, rounded if the switch says so."""
+        if self.half == jnp.bfloat16:
+            # It has the exponents of float32: one operation for two casts.
+            digits = jnp.finfo(self.half)
+            found = jax.lax.reduce_precision(x, digits.nexp, digits.nmant)
+        else:
+            found = x.astype(self.half).astype(jnp.float32)
+        return jax.lax.select_n(switch, x, found)
+
+    def settled(self, x: Any) -> Any:
+        """Returns a value in float32, rounded where it was computed."""
+        if not isinstance(x, _Half):
+            return x
+        return x.exact if x.switch is None else self.rounded(x.exact, x.switch)
+
+    def operand(self, x: Any, switch: Array) -> Any:
+        """Returns what a matmul reads; the switch is that of its operands."""
+        if not isinstance(x, _Half):
+            return x
+        return self.rounded(x.exact if x.is_cast else self.settled(x), switch)
+
+    def given(self, eqn: Eqn, results: Arrays, switch: Array | None) -> list[Any]:
+        """Returns results; the switch rounds those of half precision."""
+        return [
+            _Half(x, switch) if v.aval.dtype == self.half else x
+            for x, v in zip(results, eqn.outvars, strict=True)
+        ]
+
+    def with_float32(self, params: Params) -> Params:
+        """Returns parameters with float32 in the place of half precision."""
+        wide = jnp.dtype(jnp.float32)
+        is_dtype = np.dtype, type
+        return {
+            name: wide if isinstance(x, is_dtype) and x == self.half else x
+            for name, x in params.items()
+        }
+
+
+_Rule = Callable[[_Switched, Eqn, Sequence[Any]], Sequence[Any]]
+
+
+def _run_by_kind(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Runs an equation without a rule of its own."""
+    kind, params = kind_by_shape(eqn), run.with_float32(eqn.params)
+    if kind is Kind.MATMUL:
+        switch = run.switch(eqn, OPERAND)
+        reads = [run.operand(x, switch) for x in values]
+        products = _compat.bind(eqn, reads, params)
+        return run.given(eqn, products, run.switch(eqn, RESULT))
+    if kind not in (Kind.MOVE, Kind.ARITHMETIC, Kind.SUM):
+        return _as_written(run, eqn, values)
+    halves = [x for x in values if isinstance(x, _Half)]
+    gives_halves = all(v.aval.dtype == run.half for v in eqn.outvars)
+    if kind is Kind.MOVE and len(halves) == 1 and gives_halves:
+        # A number may be moved before it is rounded. A choice among numbers may not: it
+        # reads several arrays, or gives integers as well.
+        exact = [x.exact if isinstance(x, _Half) else x for x in values]
+        moved = bind_in_dtype(eqn, exact, params)
+        return [halves[0]._replace(exact=x) for x in moved]
+    results = bind_in_dtype(eqn, [run.settled(x) for x in values], params)
+    if kind is Kind.MOVE:
+        return run.given(eqn, results, None)
+    terms = [x.switch for x in halves if not x.is_cast and x.switch is not None]
+    if terms and gives_halves:
+        switch = functools.reduce(jnp.logical_and, terms)
+        return run.given(eqn, [run.rounded(x, switch) for x in results], switch)
+    found = run.given(eqn, results, run.switch(eqn, BORDER))
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return [x._replace(is_cast=is_cast) if isinstance(x, _Half) else x for x in found]
+
+
+def _as_written(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Runs an equation in half precision, such as a kernel: it has no switch."""
+    operands = [
+        run.settled(x).astype(run.half) if isinstance(x, _Half) else x for x in values
+    ]
+    outs = _compat.bind(eqn, operands, eqn.params)
+    return run.given(eqn, [up(x, run.half) for x in outs], None)
+
+
+def _copies(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Returns the first operand, whose digits all results have."""
+    return [values[0]] * len(eqn.outvars)
+
+
+def _spread(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Broadcasts float32 numbers. What half precision lacks is limited, not rounded."""
+    (x,) = values
+    wide = _compat.bind(eqn, [x], run.with_float32(eqn.params))[0]
+    limited = up(_compat.bind(eqn, [x], eqn.params)[0], run.half)
+    is_limited = jnp.abs(wide) > float(jnp.finfo(run.half).max)
+    exact = jnp.where(is_limited, limited, wide)
+    return [_Half(exact, run.switch(eqn, BORDER), is_cast=True)]
+
+
+def _weight_matmul(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Runs a matmul that rounds its factors itself."""
+    switch = run.switch(eqn, OPERAND)
+    factors = [run.operand(x, switch) for x in values[:2]]
+    own = ("of", "half", "dtype")
+    params = {name: x for name, x in eqn.params.items() if name not in own}
+    params["preferred_element_type"] = jnp.dtype(jnp.float32)
+    y = eqn.params["of"].bind(*factors, *map(run.settled, values[2:]), **params)
+    return run.given(eqn, [y], run.switch(eqn, RESULT))
+
+
+def _fp8_dot(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Runs a matmul that rounds its factors to 8-bit floats."""
+    numbers, switch = eqn.params["dimension_numbers"], run.switch(eqn, OPERAND)
+    factors = []
+    for value, format_, batch in zip(
+        values, eqn.params["formats"], numbers[1], strict=True
+    ):
+        is_cast = isinstance(value, _Half) and value.is_cast
+        x = value.exact if is_cast else run.settled(value)
+        axes = [axis for axis in range(x.ndim) if axis not in batch]
+        e = scale_exponent(x, format_, axes)
+        copy = quantize(x, e, format_).astype(jnp.float32) * power_of_two(e, x.dtype)
+        factors.append(jnp.where(switch, copy, x))
+    y = jax.lax.dot_general(factors[0], factors[1], numbers)
+    return run.given(eqn, [y], run.switch(eqn, RESULT))
+
+
+# --- equations with bodies -----------------------------------------------------------
+
+# Values of half precision are rounded before a body that runs several times, or on
+# several devices, and are `_Half` inside of it.
+
+
+def _call(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Runs the equations of a call in its place."""
+    (body,) = bodies(eqn)
+    count = len(open_jaxpr(body)[0].invars)
+    return run.inside(eqn).evaluate(body, values[len(values) - count :])
+
+
+def _in_body(run: _Switched, eqn: Eqn, body: Jaxpr, operands: Arrays) -> list[Array]:
+    """Runs a body for float32 arrays, and returns float32 arrays with strong types."""
+    inputs = open_jaxpr(body)[0].invars
+    values = [
+        _Half(x, None) if v.aval.dtype == run.half else x
+        for x, v in zip(operands, inputs, strict=True)
+    ]
+    outs = run.inside(eqn).evaluate(body, values)
+    return [_tree.with_weak_type(jnp.asarray(run.settled(x)), False) for x in outs]
+
+
+def _scan(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    settled = [run.settled(x) for x in values]
+    consts, init, xs = split_list(settled, *_compat.scan_counts(eqn))
+
+    def step(carry: Arrays, slices: Arrays) -> Any:
+        found = _in_body(run, eqn, eqn.params["jaxpr"], (*consts, *carry, *slices))
+        after, ys = split_list(found, len(init))
+        return tuple(after), tuple(ys)
+
+    # The body has strong types, and so has what it begins with.
+    first = tuple(_tree.with_weak_type(jnp.asarray(x), False) for x in init)
+    options = _compat.scan_options(eqn)
+    carry, ys = jax.lax.scan(step, first, tuple(xs), **options)
+    return run.given(eqn, [*carry, *ys], None)
+
+
+def _cond(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    index, *operands = (run.settled(x) for x in values)
+    branches = [
+        lambda *xs, body=body: _in_body(run, eqn, body, xs) for body in bodies(eqn)
+    ]
+    return run.given(eqn, jax.lax.switch(index, branches, *operands), None)
+
+
+def _while(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    params = eqn.params
+    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+    if open_jaxpr(condition)[0].outvars[0].aval.shape:  # under `vmap`
+        return _as_written(run, eqn, values)
+    sizes = params["cond_nconsts"], params["body_nconsts"]
+    settled = [run.settled(x) for x in values]
+    for_condition, for_body, init = split_list(settled, *sizes)
+    outs = jax.lax.while_loop(
+        lambda state: _in_body(run, eqn, condition, (*for_condition, *state))[0],
+        lambda state: _in_body(run, eqn, body, (*for_body, *state)),
+        [_tree.with_weak_type(jnp.asarray(x), False) for x in init],
+    )
+    return run.given(eqn, outs, None)
+
+
+def _shard_map(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    params = eqn.params
+
+    def body(switches: Array, *xs: Array) -> tuple[Array, ...]:
+        own = run._replace(switches=switches)
+        return tuple(_in_body(own, eqn, params["jaxpr"], xs))
+
+    outs = jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=(jax.P(), *params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=set(params["newly_manual_axes"]),
+    )(run.switches, *(run.settled(x) for x in values))
+    return run.given(eqn, outs, None)
+
+
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(CALLS, _call),
+    "scan": _scan,
+    "cond": _cond,
+    "while": _while,
+    "shard_map": _shard_map,
+    # Of half precision, to the digits that it has.
+    "reduce_precision": _copies,
+    "flax_amp_copies": _copies,
+    "flax_amp_stored": _copies,
+    "flax_amp_spread": _spread,
+    "flax_amp_weight_matmul": _weight_matmul,
+    "flax_amp_fp8_dot": _fp8_dot,
+    "bitcast_convert_type": _as_written,
+}
