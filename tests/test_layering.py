@@ -36,9 +36,9 @@ BELOW = {
     "optim": {"_checks"},
     "_training": {"_rewriter", "optim"},
     "checkpoint": {"_training"},
-    "debug": {"_training"},
+    "debug": {"checkpoint"},
     "metrics": set(),
-    "__main__": {"checkpoint", "debug", "metrics"},
+    "__main__": {"debug", "metrics"},
 }
 
 

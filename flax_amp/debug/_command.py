@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
+from flax_amp._checks import check_type
 from flax_amp.debug._compare import compare_precision
+from flax_amp.debug._compare_training import compare_training
 from flax_amp.debug._explain import ONLY, explain
 from flax_amp.debug._measure import measure
 from flax_amp.debug._nonfinite import find_nonfinite
@@ -23,12 +25,33 @@ returns what is asked about, with the loss before amp:
 For explain, arrays may be shapes (jax.ShapeDtypeStruct, jax.eval_shape).
 The exit code is 1 if there is something to act on, and 2 for an error.
 """
+_TRAINING = """MODULE is a module, or the path of its file. It is imported: keep
+training under `if __name__ == "__main__":`. FUNCTION, by default setup, takes nothing
+and returns the arguments of flax_amp.debug.compare_training, by name:
+  dict(make=make, loss_fn=loss_fn, batches=batches, has_aux=True)
+Options of the command line replace those of the function. The exit code is 1 if a
+precision is outside, and 2 for an error.
+"""
 _PRECISION = {
     "precision": dict(choices=get_args(Precision), help="by default that of the state")
 }
 _SCALE = dict(type=float, help="of the loss; by default that of the state")
 _NUMERIC = _PRECISION | {"scale": _SCALE}
 _ONLY = {"only": dict(choices=ONLY, help="a part of the report")}
+
+_TRAINING_OPTIONS: dict[str, dict[str, Any]] = {
+    "precision": dict(
+        action="append",
+        dest="precisions",
+        choices=get_args(Precision),
+        help="of a run; may be given several times",
+    ),
+    "steps": dict(type=int, help="of each run"),
+    "seeds": dict(type=int, help="runs of each precision"),
+    "directory": dict(
+        help="where runs are stored, to continue where they were stopped"
+    ),
+}
 
 # The tool of a command, which results exit with 1, and options.
 _COMMANDS: dict[str, tuple[Any, Callable[[Any], Any], dict[str, Any]]] = {
@@ -46,44 +69,84 @@ _COMMANDS: dict[str, tuple[Any, Callable[[Any], Any], dict[str, Any]]] = {
 def add_commands(commands: Any) -> None:
     """Adds the commands to the parsers of all commands."""
     for name, (tool, is_bad, options) in _COMMANDS.items():
-        text = (tool.__doc__ or "").partition("\n")[0]
-        command = commands.add_parser(
-            name,
-            help=text,
-            description=text,
-            epilog=_TARGET,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.add_argument("target", metavar="MODULE[:FUNCTION]", help="see below")
-        for option, given in options.items():
-            command.add_argument(f"--{option}", **given)
+        command = _add_command(commands, name, tool, _TARGET, options)
         if name != "explain":  # it runs the program on the device that is here
             command.set_defaults(platforms=None)
         command.set_defaults(run=functools.partial(_report, tool, is_bad))
+    command = _add_command(
+        commands, "compare-training", compare_training, _TRAINING, _TRAINING_OPTIONS
+    )
+    command.add_argument("--plot", metavar="FILE", help="draws a .png, .svg or .pdf")
+    command.set_defaults(platforms=None, run=_report_training)
+
+
+def _add_command(
+    commands: Any, name: str, tool: Any, epilog: str, options: dict[str, Any]
+) -> argparse.ArgumentParser:
+    text = (tool.__doc__ or "").partition("\n")[0]
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=text,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("target", metavar="MODULE[:FUNCTION]", help="see below")
+    for option, given in options.items():
+        command.add_argument(f"--{option}", **given)
+    return command
 
 
 def _report(tool: Any, is_bad: Callable[[Any], Any], args: argparse.Namespace) -> int:
     """Returns the exit code; prints one line for an error, and returns 2."""
     options = {k: v for k, v in vars(args).items() if k in ("precision", "scale")}
-    try:
-        match _returned_by(args.target):
+    only = getattr(args, "only", None)
+    if only == "parameters":
+        options["parameters"] = True
+
+    def ask() -> Any:
+        match _returned_by(args.target, "to_explain"):
             case (fun, tuple() as given):
                 found = tool(fun, **options)(*given)
             case of_step:
                 found = tool(*of_step, **options)
-        found._show(getattr(args, "only", None))
+        found._show(only)
+        return is_bad(found)
+
+    return _exit_code(args.target, ask)
+
+
+def _report_training(args: argparse.Namespace) -> int:
+    """Does the same for `compare_training`."""
+    names = ("precisions", "steps", "seeds", "directory")
+    options = {k: v for k in names if (v := getattr(args, k)) is not None}
+
+    def ask() -> Any:
+        given = _returned_by(args.target, "setup")
+        check_type(given, dict, "setup", "a dict of arguments of compare_training.")
+        found = compare_training(**given | options)
+        found._show()
+        if args.plot:
+            print(f"wrote {found.plot(args.plot)}")
+        return found.outside
+
+    return _exit_code(args.target, ask)
+
+
+def _exit_code(target: str, ask: Callable[[], Any]) -> int:
+    """Returns 1 if there is something to act on; 2 for an error, which it prints."""
+    try:
+        return int(bool(ask()))
     except (Exception, SystemExit) as error:  # of the user's code, too
         cause = str(error).partition("\n")[0]
-        message = f"error: {args.target}: {type(error).__name__}: {cause}"
-        print(message, file=sys.stderr)
+        print(f"error: {target}: {type(error).__name__}: {cause}", file=sys.stderr)
         return 2
-    return int(bool(is_bad(found)))
 
 
-def _returned_by(target: str) -> Any:
+def _returned_by(target: str, default: str) -> Any:
     """Returns what the function of a target returns."""
     module, _, name = target.partition(":")
     module = os.path.relpath(module) if os.sep in module else module
     module = module.removesuffix(".py").replace(os.sep, ".")
     sys.path.insert(0, "")  # which `python -m` does
-    return pkgutil.resolve_name(f"{module}:{name or 'to_explain'}")()
+    return pkgutil.resolve_name(f"{module}:{name or default}")()

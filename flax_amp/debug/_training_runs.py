@@ -1,0 +1,584 @@
+"""Whole training runs for `compare_training`: a run is trained, measured and resumed.
+
+A run has parts, about twenty. The device is waited for at the end of each: then the
+losses are read, the time is taken, and from time to time the state is saved.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+
+from flax_amp import _tree
+from flax_amp._checks import describe
+from flax_amp._training.nnx_step import make_nnx_train_step
+from flax_amp._training.optimizer import AmpOptimizer
+from flax_amp._training.scaler import first_scaler
+from flax_amp._training.train_state import AmpTrainState
+from flax_amp._training.train_step import make_train_step
+from flax_amp.policy import Precision, long_word
+
+PARTS = 20
+_TAIL = 10  # the end of a run is its last tenth, a tenth of steps and of parts
+_MOST_IN_TAIL = 50  # batches, which stay in memory
+SAVE_EVERY_S = 60.0  # a save takes a second or less, so about 2 % of the time
+
+Made = AmpTrainState | tuple[nnx.Module, nnx.Optimizer[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What all runs have in common."""
+
+    loss_fn: Callable[..., Any]
+    batches: Callable[[int], Iterable[Any]]
+    steps: int
+    evaluate: Callable[[Any], Any] | None
+    tick: Callable[[str, int], None]  # called with the name of a run, and new steps
+
+    @property
+    def parts(self) -> list[int]:
+        """The number of steps of each part."""
+        count = min(PARTS, self.steps)
+        bounds = [self.steps * i // count for i in range(count + 1)]
+        return [after - before for before, after in itertools.pairwise(bounds)]
+
+    @property
+    def tail(self) -> int:
+        """How many batches at the end measure where a run ends."""
+        return min(max(1, self.steps // _TAIL), _MOST_IN_TAIL)
+
+
+@dataclasses.dataclass
+class Run:
+    """What is measured of a run so far: numbers for each part, and where it began."""
+
+    start: int  # CRC-32 of the first parameters
+    batch: int  # CRC-32 of the first batch
+    curve: list[float] = dataclasses.field(default_factory=list)
+    skipped: list[int] = dataclasses.field(default_factory=list)
+    scales: list[float] = dataclasses.field(default_factory=list)
+    # `None` for the first part of a process: it has the first call of the step.
+    step_ms: list[float | None] = dataclasses.field(default_factory=list)
+    temp_mb: float | None = None
+    untrained: float | None = None  # what `end` would be without training
+    end: float = math.nan
+
+    def cut(self, parts: int) -> None:
+        """Forgets the parts after so many, which a resumed run trains again."""
+        for numbers in (self.curve, self.skipped, self.scales, self.step_ms):
+            del numbers[parts:]
+
+
+# --- what trains ---------------------------------------------------------------------
+
+
+class _Trained(Protocol):
+    """A state or a model with its optimizer, and the step that trains them."""
+
+    held: Any  # what `flax_amp.checkpoint` saves and restores
+
+    def begin(self, made: Any) -> None:
+        """Begins a run with copies of what `make` has returned."""
+
+    def step(self, batch: Any) -> dict[str, Any]: ...
+
+    def lower(self, batch: Any) -> Any: ...
+
+    def shown(self) -> Any:
+        """Returns what `evaluate` gets."""
+
+    def weights(self) -> Any:
+        """Returns the arrays that the loss depends on."""
+
+    def put(self, weights: Any) -> None:
+        """Replaces these arrays by copies of others."""
+
+
+class _State:
+    """An `AmpTrainState` that trains."""
+
+    def __init__(self, made: AmpTrainState, step: Any):
+        # Each call of `make` has functions of its own, as those of `optax.adamw(...)`,
+        # which are static: with those of the first call, the step is compiled once.
+        self._structure, self._step = jax.tree.structure(made), step
+        self.held: Any = None
+
+    def begin(self, made: AmpTrainState) -> None:
+        self.held = None  # Its memory is free for the copies.
+        leaves = [_tree.own(leaf) for leaf in jax.tree.leaves(made)]
+        self.held = jax.tree.unflatten(self._structure, leaves)
+
+    def step(self, batch: Any) -> dict[str, Any]:
+        self.held, metrics = self._step(self.held, batch)
+        return metrics  # type: ignore[no-any-return]
+
+    def lower(self, batch: Any) -> Any:
+        return self._step.lower(self.held, batch)
+
+    def shown(self) -> Any:
+        return self.held
+
+    def weights(self) -> Any:
+        return {"params": self.held.params, "variables": self.held.variables}
+
+    def put(self, weights: Any) -> None:
+        self.held = self.held.replace(**jax.tree.map(_tree.own, weights))
+
+
+class _Objects:
+    """A model of NNX that trains, with its optimizer."""
+
+    def __init__(self, made: Any, step: Any):
+        self._graphdef, self._step = nnx.graphdef(made), step  # as in `_State`
+        self.held: Any = None
+
+    def begin(self, made: Any) -> None:
+        self.held = None
+        arrays = jax.tree.map(_tree.own, nnx.state(made))
+        self.held = nnx.merge(self._graphdef, arrays)
+
+    def step(self, batch: Any) -> dict[str, Any]:
+        return self._step(*self.held, batch)  # type: ignore[no-any-return]
+
+    def lower(self, batch: Any) -> Any:
+        return self._step.lower(*self.held, batch)
+
+    def shown(self) -> Any:
+        # A copy, because `eval()` changes the model that trains.
+        model = nnx.clone(self.held[0])
+        model.eval()
+        return model
+
+    def weights(self) -> Any:
+        return nnx.state(self.held[0])
+
+    def put(self, weights: Any) -> None:
+        nnx.update(self.held[0], jax.tree.map(_tree.own, weights))
+
+
+def check_made(made: Any, call: str) -> Any:
+    """Returns what `make` has returned, if it is something to train."""
+    if isinstance(made, AmpTrainState) or _is_nnx(made):
+        return made
+    raise TypeError(
+        f"compare_training: {call} returned {describe(made)}; expected an "
+        "AmpTrainState, or a pair (model, optimizer) of NNX."
+    )
+
+
+def _evaluated(evaluate: Callable[[Any], Any], shown: Any) -> float:
+    """Returns the number that a function of the user gives a model or a state."""
+    found = evaluate(shown)
+    try:
+        return float(found)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"compare_training: evaluate returned {describe(found)}; expected a "
+            "number, such as a mean loss."
+        ) from error
+
+
+def _is_nnx(made: Any) -> bool:
+    is_pair = isinstance(made, tuple) and len(made) == 2
+    return is_pair and isinstance(made[0], nnx.Module)
+
+
+def _in_precision(made: Any, word: Precision | None) -> Any:
+    """Returns what `make` has returned, in a precision and with the scaler for it.
+
+    What is in this precision already keeps its scaler, which the user may have chosen.
+    """
+    if word is None:
+        return made
+    if isinstance(made, AmpTrainState):
+        if made.precision == word:
+            return made
+        return made.replace(precision=word, scaler=first_scaler(word))
+    if isinstance(made[1], AmpOptimizer) and made[1].precision != word:
+        made = nnx.clone(made)  # Other precisions begin with the same objects.
+        made[1].precision = word
+        made[1].scaler = first_scaler(word)
+    return made
+
+
+def _first_arrays(made: Any) -> Any:
+    """Returns what has to be equal at the start, whatever the precision."""
+    if isinstance(made, AmpTrainState):
+        return made.params, made.variables, made.rngs
+    return nnx.state(made[0])
+
+
+def _fingerprint(tree: Any) -> int:
+    """Returns a CRC-32 of all arrays and numbers of a tree."""
+    crc = 0
+    for leaf in jax.tree.leaves(tree):
+        leaf = jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
+        if _tree.is_numeric(leaf):
+            crc = zlib.crc32(np.asarray(leaf).tobytes(), crc)
+    return crc
+
+
+# --- the runs of one precision -------------------------------------------------------
+
+
+class Trainer:
+    """Trains the runs of one precision, whose step is compiled once.
+
+    Args:
+      plan: what all runs have in common.
+      name: of the precision, as the user gave it.
+      options: `precision`, `make` and `loss_fn` instead of those of the plan, and the
+        options of `make_train_step` or `make_nnx_train_step`.
+      store: where the runs are stored, if they are.
+    """
+
+    def __init__(
+        self, plan: Plan, name: str, options: Mapping[str, Any], store: "Store | None"
+    ):
+        rest = dict(options)
+        self.name = name
+        self._plan, self._store = plan, store
+        self.make: Callable[[int], Any] | None = rest.pop("make", None)
+        self._loss_fn = rest.pop("loss_fn", plan.loss_fn)
+        word = rest.pop("precision", None)
+        told = f"compare_training: precision of {name!r}"
+        self._word = None if word is None else long_word(word, told)
+        self._options = rest
+        self._trained: _Trained | None = None
+        self._temp_mb: float | None = None
+        # A stored run is used if it was asked for in the same words.
+        told_options = {k: _plain(v) for k, v in options.items() if k != "precision"}
+        self._asked = {"name": name, "precision": self._word, "options": told_options}
+
+    def run(self, seed: int, make: Callable[[], Any], reference: "Reference") -> Run:
+        """Returns a run, which is trained if it is not stored already.
+
+        `make()` returns the state or the objects that a run with this seed begins with.
+        They stay as they are.
+        """
+        run = None
+        if self._store:
+            run = self._store.read(self.name, seed, self._asked)
+        if run is None or len(run.curve) < len(self._plan.parts):
+            run = self._train(seed, make(), run, reference)
+        else:
+            self._tick(seed, self._plan.steps)
+        if self._store:
+            self._store.finish(self.name, seed, self._asked, run)
+        return run
+
+    def begin(self, made: Any) -> _Trained:
+        """Begins to train with copies of what `make` has returned."""
+        made = _in_precision(made, self._word)
+        if self._trained is None:
+            self._trained = self._with_step(made)
+        self._trained.begin(made)
+        return self._trained
+
+    def _with_step(self, made: Any) -> _Trained:
+        options = dict(self._options)
+        if isinstance(made, AmpTrainState):
+            return _State(made, self._made_step(make_train_step, options))
+        if not isinstance(made[1], AmpOptimizer):  # which has no precision
+            options["precision"] = self._word
+        return _Objects(made, self._made_step(make_nnx_train_step, options))
+
+    def _made_step(self, maker: Callable[..., Any], options: dict[str, Any]) -> Any:
+        names = inspect.signature(maker).parameters
+        if unknown := options.keys() - names:
+            raise TypeError(
+                f"compare_training: {self.name!r} has the options {sorted(unknown)}, "
+                f"which {maker.__name__} does not take; expected options of the step, "
+                "make, or loss_fn."
+            )
+        return maker(self._loss_fn, **options)
+
+    def _batches(self, seed: int) -> Iterator[Any]:
+        """Yields the batches of a run."""
+        steps, count = self._plan.steps, 0
+        for batch in itertools.islice(self._plan.batches(seed), steps):
+            yield batch
+            count += 1
+        raise ValueError(
+            f"compare_training: batches({seed}) ended after {count} batches; expected "
+            f"{steps}, one for each step. Return an iterable that is begun anew by "
+            "each call and repeats the data, or ask for fewer steps."
+        )
+
+    def _train(
+        self, seed: int, made: Any, run: Run | None, reference: "Reference"
+    ) -> Run:
+        """Trains a run, or the rest of it."""
+        trained, evaluate = self.begin(made), self._plan.evaluate
+        batches = self._batches(seed)
+        first = next(batches)
+        began = Run(_fingerprint(_first_arrays(made)), _fingerprint(first))
+        if run is not None:
+            check_equal(began, run, seed)
+        run = run or began
+        if self._temp_mb is None:
+            # The compiled step is that of the calls: nothing is compiled twice.
+            memory = trained.lower(first).compile().memory_analysis()
+            self._temp_mb = None if memory is None else memory.temp_size_in_bytes / 1e6
+        run.temp_mb = self._temp_mb
+        is_reference = reference.trainer is self
+        if evaluate and is_reference:
+            run.untrained = _evaluated(evaluate, trained.shown())
+        tail: collections.deque[Any] = collections.deque(maxlen=self._plan.tail)
+        with contextlib.ExitStack() as stack:
+            manager: Any = None
+            if self._store:
+                manager = stack.enter_context(self._store.manager(self.name, seed))
+                self._store.resume(manager, trained, run, self._plan.parts)
+            stream = _kept(itertools.chain([first], batches), tail)
+            self._train_parts(trained, seed, stream, run, manager)
+        weights = trained.weights()
+        trained.held = None  # Its memory is free for the next run.
+        parts = max(1, len(run.curve) // _TAIL)
+        if sum(run.skipped[-parts:]) == sum(self._plan.parts[-parts:]):
+            run.end = math.inf  # It trains no longer.
+        elif evaluate:
+            run.end = statistics.fmean(run.curve[-parts:])
+        else:
+            run.end = reference.loss(self.name, weights, tail)
+            if is_reference:
+                begun = self.begin(made).weights()
+                run.untrained = reference.loss(self.name, begun, tail)
+        return run
+
+    def _train_parts(
+        self,
+        trained: _Trained,
+        seed: int,
+        batches: Iterator[Any],
+        run: Run,
+        manager: Any,
+    ) -> None:
+        """Trains the parts that a run lacks, and saves the state from time to time."""
+        resumed, saved = len(run.curve), time.monotonic()
+        for part, steps in enumerate(self._plan.parts):
+            now = itertools.islice(batches, steps)
+            if part < resumed:
+                for _ in now:
+                    self._tick(seed)
+                continue
+            if manager and part > resumed and time.monotonic() - saved >= SAVE_EVERY_S:
+                self._save(trained, seed, run, manager)
+                saved = time.monotonic()
+            self._train_part(trained, seed, now, run)
+            if part == resumed:
+                run.step_ms[-1] = None
+
+    def _tick(self, seed: int, steps: int = 1) -> None:
+        self._plan.tick(f"{self.name}, seed {seed}", steps)
+
+    def _train_part(
+        self, trained: _Trained, seed: int, batches: Iterator[Any], run: Run
+    ) -> None:
+        evaluate = self._plan.evaluate
+        told: list[dict[str, Any]] = []
+        began = time.perf_counter()
+        for batch in batches:
+            metrics = trained.step(batch)
+            names = ("loss", "grads_finite", "scaler")
+            told.append({name: metrics[name] for name in names})
+            self._tick(seed)
+        told = jax.device_get(told)  # It waits for the device.
+        run.step_ms.append(1e3 * (time.perf_counter() - began) / len(told))
+        loss = statistics.fmean(float(x["loss"]) for x in told)
+        run.curve.append(_evaluated(evaluate, trained.shown()) if evaluate else loss)
+        run.skipped.append(sum(not x["grads_finite"] for x in told))
+        run.scales.append(float(told[-1]["scaler"]))
+
+    def _save(self, trained: _Trained, seed: int, run: Run, manager: Any) -> None:
+        from flax_amp import checkpoint
+
+        assert self._store
+        self._store.write(self.name, seed, self._asked, run)
+        checkpoint.save(manager, trained.held, force=True)
+
+
+class Reference:
+    """Measures the loss of trained models alike: in float32, with the loss of float32.
+
+    The loss that a precision reports has its errors. One that rounds the terms of a
+    cross entropy to the same number reports 0, and would be the best of all.
+    """
+
+    def __init__(self, trainer: Trainer, make: Callable[[], Any]):
+        self.trainer, self._make = trainer, make
+
+    def loss(self, name: str, weights: Any, batches: Iterable[Any]) -> float:
+        """Returns the mean loss of a model over some batches."""
+        made = self._make()
+        losses = []
+        for batch in batches:
+            # The step of the reference is compiled already; what it has trained is
+            # not used. Each of its calls takes other copies.
+            trained = self.trainer.begin(made)
+            weights = _cast_up_as(trained.weights(), weights)
+            if _shapes(trained.weights()) != _shapes(weights):
+                raise ValueError(
+                    f"compare_training: {name!r} trains other parameters than "
+                    f"{self.trainer.name!r}, whose loss measures both; expected the "
+                    "same shapes and names. Pass evaluate=, which is called with each."
+                )
+            trained.put(weights)
+            losses.append(trained.step(batch)["loss"])
+            trained.held = None
+        return statistics.fmean(map(float, losses))
+
+
+def _cast_up_as(wanted: Any, weights: Any) -> Any:
+    """Casts bfloat16 weights to float32, but for those that are wanted in half."""
+    if _shapes(wanted)[0] != _shapes(weights)[0]:
+        return weights
+    return jax.tree.map(
+        lambda like, x: x if _tree.is_half(like) else _tree.float32_if_bfloat16(x),
+        wanted,
+        weights,
+    )
+
+
+def _shapes(tree: Any) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def _kept(batches: Iterator[Any], tail: collections.deque[Any]) -> Iterator[Any]:
+    """Yields batches; the last ones stay in `tail`."""
+    for batch in batches:
+        tail.append(batch)
+        yield batch
+
+
+def check_equal(run: Run, other: Run, seed: int, *, starts: bool = True) -> None:
+    """Raises a ValueError unless two runs have begun alike."""
+    same_start = run.start == other.start or not starts
+    for is_same, function, what in (
+        (same_start, "make", "parameters"),
+        (run.batch == other.batch, "batches", "first batch"),
+    ):
+        if not is_same:
+            raise ValueError(
+                f"compare_training: two calls of {function}({seed}) differ in the "
+                f"{what}; expected the same. Make all that is random in {function} "
+                "from the seed, and return new objects from each call."
+            )
+
+
+# --- on disk -------------------------------------------------------------------------
+
+
+class Store:
+    """A directory with a JSON file for each run, and a checkpoint of the last one.
+
+    The numbers of a part are written before the checkpoint at its end. A kill between
+    the two leaves too many numbers, which `resume` cuts.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], question: dict[str, Any]):
+        self._folder = Path(directory)
+        path = self._folder / "question.json"
+        if path.exists():
+            there = json.loads(path.read_text())
+            if differ := [key for key in question if there.get(key) != question[key]]:
+                seen = ", ".join(f"{key}={there.get(key)!r}" for key in differ)
+                asked = ", ".join(f"{key}={question[key]!r}" for key in differ)
+                raise ValueError(
+                    f"compare_training: {directory} has runs with {seen}; expected "
+                    f"{asked}. Use another directory."
+                )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _write(path, question)
+
+    def _path(self, name: str, seed: int) -> Path:
+        return self._folder / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', name)}-{seed}"
+
+    def _numbers(self, name: str, seed: int) -> Path:
+        path = self._path(name, seed)
+        return path.with_name(f"{path.name}.json")
+
+    def read(self, name: str, seed: int, asked: dict[str, Any]) -> Run | None:
+        """Returns what is stored of a run."""
+        path = self._numbers(name, seed)
+        if not path.exists():
+            return None
+        stored = json.loads(path.read_text())
+        if stored["asked"] != asked:
+            raise ValueError(
+                f"compare_training: {path} has a run of {stored['asked']}; expected "
+                f"{asked}. Use another name or another directory."
+            )
+        return Run(**stored["run"])
+
+    def write(self, name: str, seed: int, asked: dict[str, Any], run: Run) -> None:
+        """Stores what there is of a run."""
+        path = self._numbers(name, seed)
+        _write(path, {"asked": asked, "run": dataclasses.asdict(run)})
+
+    def finish(self, name: str, seed: int, asked: dict[str, Any], run: Run) -> None:
+        """Stores a run that has ended, and removes its checkpoints."""
+        self.write(name, seed, asked, run)
+        shutil.rmtree(self._path(name, seed), ignore_errors=True)
+
+    def manager(self, name: str, seed: int) -> Any:
+        """Opens the manager of the checkpoints of a run."""
+        # Orbax takes as long to import as JAX, and only a directory needs it.
+        from flax_amp import checkpoint
+
+        return checkpoint.manager(self._path(name, seed), max_to_keep=1)
+
+    def resume(
+        self, manager: Any, trained: _Trained, run: Run, parts: list[int]
+    ) -> None:
+        """Continues with the newest checkpoint of a run, if there is one."""
+        from flax_amp import checkpoint
+
+        # `make` may have restored a state that had trained before.
+        first = _step_of(trained.held)
+        if manager.latest_step() is not None:
+            trained.held = checkpoint.restore(manager, trained.held)
+        ends = [0, *itertools.accumulate(parts)]
+        run.cut(ends.index(_step_of(trained.held) - first))
+
+
+def _step_of(held: Any) -> int:
+    step = held.step if isinstance(held, AmpTrainState) else held[1].step[...]
+    return int(np.asarray(step))
+
+
+def _plain(option: Any) -> bool | int | float | str | None:
+    """Returns a number or a word as it is, otherwise a name."""
+    if option is None or isinstance(option, bool | int | float | str):
+        return option
+    return name_of(option)
+
+
+def name_of(function: Any) -> str:
+    """Returns the name of a function, or of the type of what has no name."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _write(path: Path, content: Any) -> None:
+    """Replaces a file at once, or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(partial, path)
