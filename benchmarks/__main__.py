@@ -53,7 +53,8 @@ COMMANDS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
         {
             "--tasks": dict(default="", help="some of the tasks, as A,B"),
             "--ways": dict(default="", help="some of the precisions, as A,B"),
-            "--seeds": dict(type=int, default=3, help="float32 may have more"),
+            "--seeds": dict(type=int, default=5, help="runs in each precision"),
+            "--steps": dict(type=int, default=0, help="by default those of the task"),
         },
     ),
     "report": ("report", "writes the tables and the plot of all results", {}),

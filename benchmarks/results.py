@@ -5,7 +5,7 @@
      "cells": {"mlp": {"amp_bf16": {"run": 0, "temp_mb": 135.2, ...}}}}
 
 A cell is one variant of one model: for the corpus a program, for the convergence a
-precision and a seed of a task. It is written as soon as it is measured and replaces an
+precision of a task. It is written as soon as it is measured and replaces an
 older one, so that a run may be interrupted, or repeated for some cells only. Each cell
 names the run that it comes from.
 """

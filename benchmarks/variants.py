@@ -163,9 +163,8 @@ def _scaled(
 class Way:
     """A precision to train in.
 
-    With the precision "32-true", nothing of a step is from flax_amp: it differentiates
-    the loss as it is. `dtype` is what the layers get by hand; with `small_moments` the
-    moments are stored in bfloat16.
+    `dtype` is what the layers get by hand; with `small_moments` the moments are stored
+    in bfloat16.
     """
 
     precision: flax_amp.Precision = "32-true"
@@ -183,31 +182,15 @@ class Way:
         tx = flax_amp.optim.small_state(tx) if self.small_moments else tx
         return flax_amp.AmpTrainState.create(tx=tx, **options)
 
-    def train_step(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes `step(state, batch) -> (state, metrics)`, to be called inside of jit.
 
-        `loss_fn(params, batch, *, state)` returns `(loss, aux)`.
-        """
-        if self.precision == "32-true":
-            return functools.partial(_plain_step, loss_fn)
-        return flax_amp.make_train_step(
-            loss_fn, has_aux=True, amp_policy=self.amp_policy, jit=False
-        )
+def with_variables(loss: Loss) -> Callable[..., Any]:
+    """Returns the loss of a problem as `make_train_step` takes it, with `aux`."""
 
-    def eval_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes `step(state, batch)` of `fn(params, batch)`, in this precision."""
-        if self.precision == "32-true":
-            return lambda state, batch: fn(state.params, batch)
-        return flax_amp.make_eval_step(fn, amp_policy=self.amp_policy, jit=False)
+    def loss_fn(params, batch, *, state):
+        value, others = loss(params, state.variables, batch)
+        return value, {"variables": others}
 
-
-def _plain_step(
-    loss_fn: Callable[..., Any], state: flax_amp.AmpTrainState, batch: PyTree
-) -> tuple[flax_amp.AmpTrainState, dict[str, jax.Array]]:
-    grad = jax.value_and_grad(loss_fn, has_aux=True)
-    (loss, aux), grads = grad(state.params, batch, state=state)
-    variables = aux.get("variables", state.variables)
-    return state.apply_gradients(grads=grads, variables=variables), {"loss": loss}
+    return loss_fn
 
 
 def stepped(task: Problem, way: Way, tx: Any) -> Training:
@@ -216,11 +199,9 @@ def stepped(task: Problem, way: Way, tx: Any) -> Training:
     The step does not tell its gradients.
     """
 
-    def loss_fn(params, batch, *, state):
-        loss, others = task.loss(params, state.variables, batch)
-        return loss, {"variables": others}
-
-    train_step = way.train_step(loss_fn)
+    train_step = flax_amp.make_train_step(
+        with_variables(task.loss), has_aux=True, amp_policy=way.amp_policy, jit=False
+    )
 
     def start(params, others):
         return way.state(params=params, variables=others, tx=tx)

@@ -1,4 +1,4 @@
-"""A GAN of handwritten digits: two states that train each other."""
+"""A GAN of handwritten digits: two networks that train each other in one step."""
 
 from typing import Any
 
@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.convergence.task import BATCH, Carry, Program, Way, batch_of, load
+from benchmarks.convergence.task import (
+    BATCH,
+    Program,
+    Way,
+    batch_of,
+    drawing,
+    load,
+)
 from benchmarks.models import base
 
 
@@ -51,51 +58,60 @@ def energy_distance(x: Any, y: Any) -> jax.Array:
 
 
 def gan(way: Way, steps: int) -> Program:
-    """Two states that train each other; the discriminator has a gradient penalty."""
-    make, judge = Generator(way.dtype), Discriminator(way.dtype)
+    """Two networks with one loss each; the discriminator has a gradient penalty.
+
+    The state holds both, and its loss is the sum of the two. `stop_gradient` around
+    the other network leaves each one the gradient of its own loss.
+    """
+    generator, judge = Generator(way.dtype), Discriminator(way.dtype)
+    stop = jax.lax.stop_gradient
 
     def score(params, image):
         return judge.apply({"params": params}, image)
 
     def generate(params, z):
-        return make.apply({"params": params}, z)
+        return generator.apply({"params": params}, z)
 
-    def judge_loss(params, batch, *, state):
-        loss = jnp.mean(nn.softplus(-score(params, batch["real"])))
-        loss += jnp.mean(nn.softplus(score(params, batch["fake"])))
-        slope = jax.grad(lambda x: jnp.sum(score(params, x)))(batch["real"])
-        return loss + 0.5 * jnp.mean(jnp.sum(jnp.square(slope), axis=(1, 2, 3))), {}
+    def judge_loss(params, real, fake):
+        loss = jnp.mean(nn.softplus(-score(params, real)))
+        loss += jnp.mean(nn.softplus(score(params, fake)))
+        slope = jax.grad(lambda x: jnp.sum(score(params, x)))(real)
+        return loss + 0.5 * jnp.mean(jnp.sum(jnp.square(slope), axis=(1, 2, 3)))
 
-    def make_loss(params, batch, *, state):
-        fake = generate(params, batch["z"])
-        return jnp.mean(nn.softplus(-score(batch["judge"], fake))), {}
+    def loss_fn(params, batch, *, state):
+        makes, judges = params["generator"], params["discriminator"]
+        fake = stop(generate(makes, batch["z"][0]))
+        judged = judge_loss(judges, batch["real"], fake)
+        taken = score(stop(judges), generate(makes, batch["z"][1]))
+        return judged + jnp.mean(nn.softplus(-taken)), {}
 
-    step_judge, step_make = way.train_step(judge_loss), way.train_step(make_loss)
-    draw = way.eval_step(generate)
-
-    def start(key):
+    def init(key):
         keys = jax.random.split(key)
-        tx = optax.adam(optax.linear_schedule(2e-3, 0.0, steps), b1=0.5)
-        made = make.init(keys[0], jnp.zeros((1, 16)))["params"]
-        judging = judge.init(keys[1], jnp.zeros((1, 8, 8, 1)))["params"]
         return {
-            "generator": way.state(params=made, tx=tx),
-            "discriminator": way.state(params=judging, tx=tx),
+            "generator": generator.init(keys[0], jnp.zeros((1, 16)))["params"],
+            "discriminator": judge.init(keys[1], jnp.zeros((1, 8, 8, 1)))["params"],
         }
 
-    def step(carry: Carry, data, key):
-        keys, judged = jax.random.split(key, 3), carry["discriminator"]
-        z = jax.random.normal(keys[0], (2, BATCH, 16))
-        real = batch_of(data, keys[1])["image"]
-        fake = draw(carry["generator"], z[0])
-        judged, _ = step_judge(judged, {"real": real, "fake": fake})
-        batch = {"z": z[1], "judge": judged.params}
-        made, _ = step_make(carry["generator"], batch)
-        return {"generator": made, "discriminator": judged}
+    init = jax.jit(init)
+    tx = optax.adam(optax.linear_schedule(2e-3, 0.0, steps), b1=0.5)
 
-    def evaluate(carry, data):
+    def make(seed):
+        return way.state(params=init(jax.random.key(seed)), tx=tx)
+
+    def sample(data, key):
+        keys = jax.random.split(key)
+        z = jax.random.normal(keys[0], (2, BATCH, 16))
+        return {"z": z, "real": batch_of(data, keys[1])["image"]}
+
+    data = load(dict)
+
+    @jax.jit
+    def distance(params):
         z = jax.random.normal(jax.random.key(0), (512, 16))
-        fake = Generator().apply({"params": carry["generator"].params}, z)
+        fake = Generator().apply({"params": params}, z)
         return energy_distance(fake, data["test"]["image"])
 
-    return Program(load(dict), start, step, evaluate)
+    def evaluate(state):
+        return distance(state.params["generator"])
+
+    return Program(make, loss_fn, drawing(data, sample), evaluate)

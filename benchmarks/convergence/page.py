@@ -1,139 +1,111 @@
-"""The page of the runs: which ends are in, the tasks, and every run."""
+"""The page of the runs: which precisions are inside, the tasks, and where runs end."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.convergence.task import WAYS, Task
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.results import Results
 from benchmarks.show import markdown_table
+from flax_amp.debug import TrainingComparison
 
-LAST = 5  # evaluations that are averaged
-EVALUATIONS = 20  # at equal distances
-_DEVIATIONS = 3.0
-Run = dict[str, Any]
-
-
-def final(curve: Sequence[float]) -> float:
-    """Returns the metric at the end of a run: the mean of the last evaluations."""
-    return statistics.fmean(curve[-LAST:])
+# Of the runs in one precision: a `flax_amp.debug.TrainedPrecision` as a dict, and the
+# number of steps of each run.
+Figures = dict[str, Any]
 
 
-def limit(task: Task, ends: Sequence[float]) -> float:
-    """Returns the worst end that is in, from those of the float32 runs.
-
-    The margin is three standard deviations of one run, or the resolution of the metric
-    if that is more.
-    """
-    margin = max(_DEVIATIONS * statistics.stdev(ends), task.resolution)
-    return statistics.fmean(ends) + (-margin if task.higher else margin)
+def figures(found: TrainingComparison) -> dict[str, Figures]:
+    """Returns what is stored of a comparison, for float32 and for each precision."""
+    told = found.to_dict()
+    stored = {"float32": told["reference"]}
+    stored |= {trained["name"]: trained for trained in told["precisions"]}
+    return {name: x | {"steps": found.steps} for name, x in stored.items()}
 
 
-def is_in(task: Task, ends: Sequence[float], end: float) -> bool:
-    """Returns whether an end is in; it may be better, not worse. NaN is not."""
-    worst = limit(task, ends)
-    return end >= worst if task.higher else end <= worst
-
-
-def verdicts(results: Results) -> dict[str, bool]:
-    """Returns of each run that is not in float32 whether it is in."""
-    return {
-        f"{task} {way} {seed}": is_in(TASKS[task], [*float32.values()], end)
-        for task, float32 in _tasks(results).items()
-        for way in WAYS
-        if way != "float32"
-        for seed, end in _ends(results, task, way).items()
-    }
+def outside(results: Results) -> list[str]:
+    """Returns the tasks with their precisions that are outside."""
+    return [
+        f"{task} {way}"
+        for task, way, told in _compared(results)
+        if not told["gap"]["is_inside"]
+    ]
 
 
 def page(results: Results) -> str:
     """Returns the page in Markdown."""
-    judged = verdicts(results)
-    out = [name for name, holds in judged.items() if not holds]
+    compared, out = _compared(results), outside(results)
     names = f": {', '.join(out)}" if out else ""
-    rows = [
-        _row(results, task, way, judged) for task in _tasks(results) for way in WAYS
-    ]
-    header = "task | precision | ends of the seeds | mean | float32, same seeds | in"
-    header += " | skipped updates | final scale"
-    table = markdown_table(header.split(" | "), [row for row in rows if row], words=3)
+    header = "task | precision | ends of the seeds | gap | limit | detectable | is"
+    header += " | skipped steps | final scale"
+    rows = [_row(TASKS[task], task, way, told) for task, way, told in compared]
+    table = markdown_table(header.split(" | "), rows, words=3)
     return f"""# Where training ends
 
-Whole runs of six small tasks, in float32, in half precision and in fp8. A run is in if
-its end is not worse than the float32 ends by more than three of their standard
-deviations: [the tasks, the precisions and the rule](../README.md#convergence).
-`make convergence` makes this page. What stands here was run by:
+Whole runs of six small tasks, in half precision and in fp8, compared with float32 by
+`flax_amp.debug.compare_training`: [the tasks, the precisions and the
+test](../README.md#convergence). `make convergence` makes this page. What stands here
+was run by:
 
 {results.made_with()}
 
-**{sum(judged.values())} of {len(judged)} runs are in, {len(out)} out{names}.**
+**{len(compared) - len(out)} of {len(compared)} are inside, {len(out)} outside{names}.**
 
 ## Tasks
 
 {_task_table(results)}
 
-## Runs
+## Precisions
 
-Metrics of the seeds 0, 1, ... in order; **bold** is out. With two states, both are
-listed: discriminator, generator.
+Metrics of the seeds 0, 1, ... in order. A gap is the mean difference to float32 with
+the same seed, above 0 if the precision is worse. It is inside up to the limit, and one
+of the size *detectable* would be called outside in 90 % of such comparisons.
 
 {table}
 """
 
 
-def _runs(results: Results, task: str, way: str) -> dict[str, Run]:
-    return results.cells.get(f"{task} {way}", {})
-
-
-def _ends(results: Results, task: str, way: str) -> dict[str, float]:
-    """Returns the metric at the end of each run, by seed."""
-    runs = _runs(results, task, way)
-    return {seed: final(run["curve"]) for seed, run in runs.items()}
-
-
-def _tasks(results: Results) -> dict[str, dict[str, float]]:
-    """Returns the float32 ends of the tasks that have enough of them for a spread."""
-    found = {task: _ends(results, task, "float32") for task in TASKS}
-    return {task: ends for task, ends in found.items() if len(ends) > 1}
-
-
-def _task_table(results: Results) -> str:
-    header = "task | model and data | metric | steps | seeds | float32 | sd | is in"
-    rows = []
-    for name, float32 in _tasks(results).items():
-        task, ends = TASKS[name], [*float32.values()]
-        counts = [str(task.steps), str(len(ends))]
-        figures = [_mean(ends), f"{statistics.stdev(ends):.2g}"]
-        figures += [f"{'≥' if task.higher else '≤'} {limit(task, ends):.4g}"]
-        rows.append([name, task.title, task.metric, *counts, *figures])
-    return markdown_table(header.split(" | "), rows, words=3)
-
-
-def _row(results: Results, task: str, way: str, judged: dict[str, bool]) -> list[str]:
-    float32, ends = _ends(results, task, "float32"), _ends(results, task, way)
-    runs = _runs(results, task, way).values()
-    holds = [judged.get(f"{task} {way} {seed}", True) for seed in ends]
-    pairs = zip(ends.values(), holds, strict=True)
-    texts = [f"{end:.4g}" if fine else f"**{end:.4g}**" for end, fine in pairs]
-    if not runs:
-        return []
-    row = [task, way, ", ".join(texts), _mean(ends.values())]
-    if way == "float32":
-        return [*row, *[""] * 4]
+def _compared(results: Results) -> list[tuple[str, str, Figures]]:
+    """Returns task, precision and figures of all that is compared with float32."""
     return [
-        *row,
-        _mean(float32[seed] for seed in ends if seed in float32),
-        f"{sum(holds)} of {len(ends)}",
-        _each(runs, "skipped") if any(any(run["skipped"]) for run in runs) else "0",
-        _each(runs, "scale") if way == "float16" else "",
+        (task, way, results.cells[task][way])
+        for task in TASKS
+        for way in WAYS
+        if way != "float32" and way in results.cells.get(task, {})
     ]
 
 
-def _mean(values: Iterable[float]) -> str:
+def _ends(task: Task, told: Figures) -> list[float]:
+    """Returns the metric at the end of each run; a comparison has its negative."""
+    return [-float(x) if task.higher else float(x) for x in told["ends"]]
+
+
+def _task_table(results: Results) -> str:
+    header = "task | model and data | metric | steps | seeds | float32 | sd"
+    rows = []
+    for name, task in TASKS.items():
+        if told := results.cells.get(name, {}).get("float32"):
+            ends = _ends(task, told)
+            counts = [str(told["steps"]), str(len(ends))]
+            spread = f"{statistics.stdev(ends):.2g}"
+            rows.append([name, task.title, task.metric, *counts, _mean(ends), spread])
+    return markdown_table(header.split(" | "), rows, words=3)
+
+
+def _row(task: Task, name: str, way: str, told: Figures) -> list[str]:
+    gap = told["gap"]
+    is_inside = gap["is_inside"]
+    sizes = [f"{float(gap[key]):.2g}" for key in ("mean", "limit", "detectable")]
+    return [
+        name,
+        way,
+        ", ".join(f"{end:.4g}" for end in _ends(task, told)),
+        *sizes,
+        "inside" if is_inside else "**outside**",
+        ", ".join(map(str, told["skipped"])) if any(told["skipped"]) else "0",
+        ", ".join(f"{x:.0f}" for x in told["scales"]) if way == "float16" else "",
+    ]
+
+
+def _mean(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):.4g}"
-
-
-def _each(runs: Iterable[Run], key: str) -> str:
-    """Returns a figure of every seed, and of each state of a seed."""
-    return ", ".join(" and ".join(f"{x:.0f}" for x in run[key]) for run in runs)

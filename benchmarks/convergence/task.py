@@ -1,7 +1,9 @@
-"""What a task of these runs is, and the ways in which it is trained."""
+"""What a task of these runs is, and the precisions in which it is trained."""
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +13,10 @@ from jax.typing import DTypeLike
 import flax_amp
 from benchmarks import variants
 from benchmarks.models import base
-from benchmarks.variants import Way, stepped
+from benchmarks.variants import Way
 from examples.digits import data as digits
 
 PyTree = Any
-Carry = dict[str, flax_amp.AmpTrainState]  # the states that train, by name
 BATCH = 64  # digits
 
 
@@ -26,19 +27,19 @@ WAYS = {
 
 
 class Program(NamedTuple):
-    """A task in one precision; its functions are traced, `data` is their argument.
+    """A task in one precision, as `flax_amp.debug.compare_training` takes it.
 
     Attributes:
-      data: arrays, of training and of what is held out.
-      start: `start(key) -> carry`.
-      step: `step(carry, data, key) -> carry`, one step with a key of its own.
-      evaluate: `evaluate(carry, data) -> metric`, in float32.
+      make: `make(seed)` returns the state at step 0.
+      loss_fn: `loss_fn(params, batch, *, state)` returns `(loss, aux)`.
+      batches: `batches(seed)` returns an iterator without an end.
+      evaluate: `evaluate(state)` returns the metric of what is held out, in float32.
     """
 
-    data: PyTree
-    start: Callable[[jax.Array], Carry]
-    step: Callable[[Carry, PyTree, jax.Array], Carry]
-    evaluate: Callable[[Carry, PyTree], jax.Array]
+    make: Callable[[int], flax_amp.AmpTrainState]
+    loss_fn: Callable[..., Any]
+    batches: Callable[[int], Iterator[PyTree]]
+    evaluate: Callable[[flax_amp.AmpTrainState], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,55 @@ class Task:
     steps: int
     higher: bool = False  # whether a higher metric is better
     resolution: float = 0.0  # the least difference that means something: one test image
-    seeds: int = 5  # of float32, at least: more where their ends vary widely
+
+    def compare(
+        self,
+        ways: Sequence[str],
+        seeds: int,
+        steps: int | None = None,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> flax_amp.debug.TrainingComparison:
+        """Trains in float32 and in some of the `WAYS`."""
+        plain = self.make(WAYS["float32"], self.steps)
+        sign = -1.0 if self.higher else 1.0
+
+        def evaluate(state: flax_amp.AmpTrainState) -> Any:
+            return sign * plain.evaluate(state)
+
+        precisions = {}
+        for name in ways:
+            program = self.make(WAYS[name], self.steps)
+            precisions[name] = {
+                "make": program.make,
+                "loss_fn": program.loss_fn,
+                "amp_policy": WAYS[name].amp_policy,
+            }
+        return flax_amp.debug.compare_training(
+            plain.make,
+            plain.loss_fn,
+            plain.batches,
+            precisions=precisions,
+            seeds=seeds,
+            steps=steps or self.steps,
+            evaluate=evaluate,
+            tolerance=self.resolution,
+            directory=directory,
+            has_aux=True,
+        )
+
+
+def drawing(
+    data: PyTree, sample: Callable[[PyTree, jax.Array], PyTree]
+) -> Callable[[int], Iterator[PyTree]]:
+    """Returns `batches(seed)` of what draws a batch from the data with a key."""
+    data, draw = jax.device_put(data), jax.jit(sample)
+
+    def batches(seed: int) -> Iterator[PyTree]:
+        key = jax.random.key(seed)
+        for index in itertools.count():
+            yield draw(data, jax.random.fold_in(key, index))
+
+    return batches
 
 
 def supervised(
@@ -74,23 +123,22 @@ def supervised(
         return sample(data, key)
 
     def problem(dtype: DTypeLike | None, *options: Any) -> base.Problem:
-        make = base.problem_of(model, {"": config}, batch, *options)
-        return make("", dtype)
+        made = base.problem_of(model, {"": config}, batch, *options)
+        return made("", dtype)
 
-    trained = stepped(problem(way.dtype, loss_of), way, tx)
+    trained = problem(way.dtype, loss_of)
     reference = problem(None, metric_of or loss_of, 0.0)
+    init, metric = jax.jit(trained.init), jax.jit(reference.loss)
 
-    def start(key: jax.Array) -> Carry:
-        return {"model": trained.start(*trained.problem.init(key))}
+    def make(seed: int) -> flax_amp.AmpTrainState:
+        params, others = init(jax.random.key(seed))
+        return way.state(params=params, variables=others, tx=tx)
 
-    def step(carry: Carry, data: PyTree, key: jax.Array) -> Carry:
-        return {"model": trained.step(carry["model"], sample(data, key))[0]}
+    def evaluate(state: flax_amp.AmpTrainState) -> jax.Array:
+        return metric(state.params, state.variables, data["test"])[0]
 
-    def evaluate(carry: Carry, data: PyTree) -> jax.Array:
-        state = carry["model"]
-        return reference.loss(state.params, state.variables, data["test"])[0]
-
-    return Program(data, start, step, evaluate)
+    loss_fn = variants.with_variables(trained.loss)
+    return Program(make, loss_fn, drawing(data, sample), evaluate)
 
 
 # --- handwritten digits -----------------------------------------------------------

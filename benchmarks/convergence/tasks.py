@@ -106,6 +106,6 @@ TASKS = {
     "vit": Task("ViT, digits", "test accuracy", vit_task, 400, **_ACCURACY),
     "lstm": Task("LSTM, pixels of digits", "bits per pixel", lstm_task, 250),
     "diffusion": Task("diffusion U-Net, digits", "test error", diffusion_task, 400),
-    "gan": Task("GAN, digits", "energy distance to test images", gan, 400, seeds=20),
+    "gan": Task("GAN, digits", "energy distance to test images", gan, 400),
     "char_moe": Task("MoE, characters", "bits per character", moe_task, 500),
 }

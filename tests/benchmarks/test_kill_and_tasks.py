@@ -1,21 +1,24 @@
 """Convergence, the corpus and the soak: what they check is seen to fail."""
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.commands.convergence import train
+import flax_amp
 from benchmarks.commands.soak import Checks
-from benchmarks.convergence import page as ends
-from benchmarks.convergence.task import WAYS, Task
+from benchmarks.convergence import page as convergence
+from benchmarks.convergence.task import WAYS
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.corpus import page
 from benchmarks.corpus.measure import measure
 from benchmarks.corpus.programs import Program
 from benchmarks.results import Results
 from benchmarks.soak import fault
+from flax_amp.debug import TrainedPrecision, TrainingComparison
+from flax_amp.debug._gap import judge
 from helpers import dtypes_of
 
 pytestmark = pytest.mark.once
@@ -27,53 +30,61 @@ def _as_users_write():
         yield
 
 
-LOW, HIGH, EQUAL = [1.0, 1.1, 0.9], dict(higher=True), dict(resolution=0.01)
-
-
-@pytest.mark.parametrize(
-    ("options", "float32", "holds", "fails"),
-    [
-        ({}, LOW, [0.1, 1.29], [1.31, math.nan, math.inf]),  # of 1.0 and 0.1
-        (HIGH, LOW, [9.0, 0.71], [0.69, math.nan, -math.inf]),
-        (HIGH | EQUAL, [0.5, 0.5], [0.491], [0.489]),  # the least margin
-    ],
-)
-def test_a_run_is_in_if_it_is_not_worse_by_three_deviations(
-    options, float32, holds, fails
-):
-    task = Task("a model", "a metric", lambda *_: None, 20, **options)
-    assert all(ends.is_in(task, float32, end) for end in holds)
-    assert not any(ends.is_in(task, float32, end) for end in fails)
-
-
-def test_the_page_tells_what_is_out(tmp_path):
+def test_the_page_tells_what_is_outside(tmp_path):
     results = Results.open(tmp_path, "convergence", "cpu")
-    for way, found in {"float32": LOW, "float16": (1.0, 2.0)}.items():
-        for seed, end in enumerate(found):
-            told = {"every": 1, "skipped": [seed], "scale": [8.0], "seconds": 0.1}
-            results.put(f"lstm {way}", str(seed), {"curve": [end] * 5, **told})
-    text = ends.page(results)
-    assert "1 of 2 runs are in, 1 out: lstm float16 1." in text
-    row = "| lstm | float16 | 1, **2** | 1.5 | 1.05 | 1 of 2 | 0, 1 | 8, 8 |"
+    trained = dict(curves=((),), step_ms=1.0, temp_mb=1.0)
+    ends = (-0.9, -0.8, -1.0)
+    float32 = TrainedPrecision(
+        "32-true", ends, skipped=(0,) * 3, scales=(1.0,) * 3, **trained
+    )
+    worse = tuple(x + 0.5 for x in ends)
+    found = TrainingComparison(
+        name="loss_fn",
+        steps=20,
+        seeds=3,
+        measure="evaluate",
+        device="cpu",
+        steps_of_parts=(20,),
+        reference=float32,
+        precisions=(
+            dataclasses.replace(
+                float32,
+                name="float16",
+                ends=worse,
+                skipped=(0, 1, 0),
+                scales=(8.0,) * 3,
+                gap=judge(ends, [math.nan] * 3, worse),
+            ),
+        ),
+    )
+    for way, told in convergence.figures(found).items():
+        results.put("vit", way, told)
+    text = convergence.page(Results.read(results.path))
+    assert "**0 of 1 are inside, 1 outside: vit float16.**" in text
+    row = "| vit | float16 | 0.4, 0.3, 0.5 | 0.5 | 0.1 | 0.1 | **outside** | 0, 1, 0 |"
     assert row in text
+    assert "| ViT, digits | test accuracy | 20 | 3 | 0.9 | 0.1 |" in text
+    assert convergence.outside(results) == ["vit float16"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_two_steps_of_each_task(name):
-    ((seed, told),) = train(TASKS[name], WAYS["float16"], [7], steps=2)
-    assert seed == 7 and told["every"] == 1
-    assert all(map(math.isfinite, told["curve"])) and len(told["curve"]) == 2
-    assert {*told["scale"]} == {2.0**15}
+    found = TASKS[name].compare(["float16"], seeds=2, steps=2)
+    (float16,) = found.precisions
+    assert len(float16.curves[0]) == 2 and {*float16.scales} == {2.0**15}
+    ends = [*found.reference.ends, *float16.ends]
+    assert all(map(math.isfinite, ends))
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_trains_in_the_precision_of_its_way(name):
-    """Most matmuls of a step; those of the fakes of a GAN are of another model."""
-    program = TASKS[name].make(WAYS["bfloat16"], 10)
-    key = jax.random.key(0)
-    carry = jax.eval_shape(program.start, key)
-    found = dtypes_of(program.step, carry, program.data, key)
+    """Most matmuls of a step."""
+    way = WAYS["bfloat16"]
+    program = TASKS[name].make(way, 10)
+    step = flax_amp.make_train_step(program.loss_fn, has_aux=True, jit=False)
+    state = jax.eval_shape(lambda: program.make(0))
+    found = dtypes_of(step, state, next(program.batches(0)))
     low = [dtypes for dtypes in found if set(dtypes) == {"bfloat16"}]
     assert len(low) > 0.9 * len(found)
 
