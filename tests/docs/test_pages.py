@@ -76,7 +76,12 @@ def numbers(text):
     return [float(number) for number in NUMBER.findall(SOURCE.sub("file", text))]
 
 
-LONG = "nonfinite", "performance", "tour"  # they compile and run several models
+LONG = (
+    "compare_training",
+    "nonfinite",
+    "performance",
+    "tour",
+)  # they compile and run several models
 
 
 @pytest.mark.parametrize(
