@@ -9,7 +9,7 @@ from benchmarks import models, variants
 from benchmarks.request import Request
 from benchmarks.results import Figures, Results
 from benchmarks.show import markdown_table, write_page
-from benchmarks.tables import SECTIONS
+from benchmarks.tables import SECTIONS, ratio
 
 _TITLE = """# Results
 
@@ -22,7 +22,13 @@ Pages of their own: [programs of other packages](corpus.md),
 [where training ends](convergence.md), [the soak](soak.md), [the step](step.md),
 [times on a CPU](cpu.md).
 
-## Summary
+## Five models
+
+The tables of the first page: `amp` in bfloat16 over the model in float32, and over the
+model with `dtype=bfloat16` in each layer. Less is better.
+"""
+
+_TITLE_OF_SUMMARY = """## Summary
 
 `amp` as a ratio to the plain hand-set model, and to the expert's where there is a
 softmax in half precision; trace + lower to the float32 model. Less is better.
@@ -35,6 +41,23 @@ whole training step, and the loss alone, of small models. The variants take turn
 brackets: the ratio to `float32`, of the least, of the medians, and of the memory. The
 error is that of the gradient, as this CPU computes it, to the one in `float32`.
 """
+
+# Of the tables of the first page, by title: command, target and figure. The CPU is any.
+_FIRST_PAGE = {
+    "time, TPU v5e": ("tpu", "v5e", "estimated_time"),
+    "memory, TPU v5e": ("tpu", "v5e", "temp_mb"),
+    "memory, H200": ("gpu-aot", "h200", "temp_mb"),
+    "time, CPU": ("cpu", "", "step_ms:least"),
+    "gradient error": ("error", "cpu", "errors"),
+}
+_FIVE = {
+    "vit_s16": "ViT-S/16",
+    "gpt_scan": "GPT",
+    "llama": "Llama",
+    "bert": "BERT",
+    "resnet50": "ResNet-50",
+}
+_BASES = {"float32": "over float32", "hand_bf16": "over `dtype=bfloat16`"}
 
 # Of the summary, by title: command, variant and figure
 _SUMMARY = {
@@ -63,7 +86,15 @@ def run(asked: Request) -> None:
     if on_cpus:
         _write(asked.folder / "cpu.md", [_ON_A_CPU, *map(_section, on_cpus)])
     summary = _summary(found)
-    parts = [_TITLE, summary, "![gain](gain.png)", *map(_section, found)]
+    first_page = [_first_page(found + on_cpus, base) for base in _BASES]
+    parts = [
+        _TITLE,
+        *first_page,
+        _TITLE_OF_SUMMARY,
+        summary,
+        "![gain](gain.png)",
+        *map(_section, found),
+    ]
     _write(asked.folder / "README.md", parts)
     for results in found:
         if (results.command, results.target, results.size) == ("tpu", "v5e", "full"):
@@ -99,6 +130,25 @@ def _summary(found: Sequence[Results]) -> str:
                     table.setdefault(model, {})[named] = ", ".join(texts)
     rows = [[m, *(row.get(t, "") for t in titles)] for m, row in table.items()]
     return markdown_table(["model", *titles], rows, words=1)
+
+
+def _first_page(found: Sequence[Results], base: str) -> str:
+    """Returns a table of the first page: ratios to a variant, a column for a model.
+
+    Of several files of a command, such as for two versions of JAX, the last one counts.
+    """
+    rows = []
+    for title, (command, target, key) in _FIRST_PAGE.items():
+        cells: dict[str, Any] = {}
+        for each in found:
+            is_target = each.target == target or not target
+            if each.command == command and is_target and each.size != "tiny":
+                cells |= each.cells
+        ratios = [ratio(key, "amp_bf16", base, cells.get(model, {})) for model in _FIVE]
+        row = [f"{x:.2f}" if x else "-" for x in ratios]
+        if any(ratios):
+            rows.append([title, *row])
+    return markdown_table([_BASES[base], *_FIVE.values()], rows, words=1)
 
 
 def _section(results: Results) -> str:

@@ -63,7 +63,8 @@ def test_where_half_precision_would_be_another_program():
     assert found.reason.startswith(expected)
 
 
-def test_the_report(found):
+def test_the_report(found, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     nbytes = sum(x.nbytes for x in found.parameters)
     halves = sum(x.nbytes for x in found.parameters if x.is_half)
     share = 100 * (1 - halves / 2 / nbytes)
