@@ -1,6 +1,6 @@
-"""Diagnostics: what mixed precision does to a program, and why.
+"""Diagnostics: how mixed precision changes a program, and why.
 
-Nothing here is needed for training. See README.md in this folder.
+Training needs no part of this folder. See README.md in this folder.
 """
 
 from flax_amp.debug._compare import Comparison as Comparison

@@ -1,4 +1,4 @@
-"""The ways to call a tool, as `explain` tells them, and the call as pure functions."""
+"""The ways to call a tool, listed in `explain`, and the call as pure functions."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ Trained = AmpTrainState | tuple[nnx.Module, nnx.Optimizer[Any]]
 
 
 class ToolOptions(AmpOptions, total=False):
-    """The options of the tools; all take those of `flax_amp.amp`."""
+    """The options of the tools; all tools take the options of `flax_amp.amp`, too."""
 
     backward: bool  # of `explain`
     parameters: bool  # of `explain`
@@ -55,12 +55,13 @@ class ToolOptions(AmpOptions, total=False):
     steps: int  # of `measure`
 
 
-# What has a precision and a scaler. Other optimizers may have such names for their own.
+# The classes with a precision and a scaler. An optimizer of another class may use the
+# same names for attributes of its own.
 _HOLDERS = AmpTrainState | AmpOptimizer
 
 
 class Tool(Protocol[R_co]):
-    """What can be called in each of the ways."""
+    """A tool, which can be called in each of the ways."""
 
     @overload
     def __call__(
@@ -75,7 +76,7 @@ class Tool(Protocol[R_co]):
 def tool(ask: Callable[..., R], *, runs: bool = True) -> Tool[R]:
     """Makes a tool from a function of the user's call, and of the tool's own options.
 
-    Unless it `runs` the program, arguments may be shapes.
+    With `runs=False`, the tool does not run the program, and arguments may be shapes.
     """
     own = set(inspect.signature(ask).parameters)
 
@@ -87,7 +88,8 @@ def tool(ask: Callable[..., R], *, runs: bool = True) -> Tool[R]:
         return use if asked.args is None else use(*asked.args)
 
     made: Any = call
-    # The signature of `ask` is that of another call.
+    # The tool takes a function or a state, and `ask` takes a `Call`: the signature of
+    # `ask` would be wrong for the tool.
     del made.__wrapped__
     made.__annotations__ = {}
     return made
@@ -112,20 +114,20 @@ def _use(
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a tool is asked about."""
+    """The function, the arguments and the options that a tool is asked about."""
 
     where: str  # the tool and the function, for messages
     name: str  # of the function
     fun: Loss  # the user's function of its arguments
-    args: tuple[Any, ...] | None = None  # which are known already
+    args: tuple[Any, ...] | None = None  # of `fun`; `None` until the user passes them
     holder: Any = None  # the state or the optimizer, with the precision and the scaler
-    wrt: Any = nnx.Param  # selects what is trained, if the first argument is a module
+    wrt: Any = nnx.Param  # selects the trained variables of a module
     dtype: DType = jnp.dtype(jnp.bfloat16)
     entries: PolicyEntries = dataclasses.field(default_factory=dict)
     recompute: bool = True
     reduce_in_float32: bool = False
-    has_own_policy: bool = False  # whether the user gave one
-    step: tuple[Any, ...] = ()  # the loss function, and what the step takes after it
+    has_own_policy: bool = False  # whether the user gave a policy
+    step: tuple[Any, ...] = ()  # the loss function, the batch and further arguments
 
     @classmethod
     def read(
@@ -151,7 +153,7 @@ class Asked:
         entries: Any = default_amp_policy if amp_policy is None else amp_policy
         options = precision, compute_dtype, matmul_dtype, entries
         dtype, entries = read_options(caller, *options, default=word)
-        Policy(entries)  # checks it
+        Policy(entries)  # raises an error for a wrong entry
         return cls(
             f"{caller}: {name}",
             name,
@@ -165,9 +167,9 @@ class Asked:
         )
 
     def scale(self, given: Any) -> float:
-        """Returns the factor of the loss: as given, or that of the scaler, or 1.
+        """Returns the factor of the loss: as given, or the scale of a scaler, or 1.
 
-        Of a stack of states, it is the largest one.
+        A stack of states has several scales, of which the largest is returned.
         """
         if given is None:
             if not isinstance(self.holder, _HOLDERS):
@@ -182,9 +184,10 @@ class Asked:
 
 
 def _loss_and_rest(caller: str, fun: Any, step: Sequence[Any]) -> Sequence[Any]:
-    """Returns the loss function, and what a step takes after it; nothing else if alone.
+    """Returns the loss function, and the arguments of a step that follow, if any.
 
-    What is trained comes with a batch, and a function with nothing.
+    A state, or a pair of a model and an optimizer, comes with a loss function and a
+    batch. A function comes alone.
     """
     is_pair = isinstance(fun, tuple) and len(fun) == 2
     is_pair = is_pair and isinstance(fun[0], nnx.Module)
@@ -201,15 +204,16 @@ def _loss_and_rest(caller: str, fun: Any, step: Sequence[Any]) -> Sequence[Any]:
 
 
 def _of_step(trained: Any, loss_fn: Loss, batch: Any, *args: Any) -> dict[str, Any]:
-    """Returns the loss of a step as a function, its arguments, and what they are.
+    """Returns the loss of a step, and its arguments, as fields of `Asked`.
 
-    The batch comes last, as in most functions: a report names its examples.
+    The batch is the last argument, as in most functions, because a report names the
+    examples of the last argument.
     """
     if isinstance(trained, AmpTrainState):
         state, holder = trained, trained
         graphdef: Any = state.graphdef
         is_nnx = graphdef is not None
-        # As the loss of a step sees them.
+        # The loss of a step sees bfloat16 parameters that train in float32.
         first = params_of_loss(state.params, untrained(state))
         wrt: Any = nnx.filterlib.PathIn(*flatten_dict(first)) if is_nnx else None
         first = nnx.merge(graphdef, first, state.variables) if is_nnx else first
@@ -236,26 +240,27 @@ def _of_step(trained: Any, loss_fn: Loss, batch: Any, *args: Any) -> dict[str, A
 class Call(FunctionalCall):
     """A call of the user's function, in which nothing is rewritten by `amp`."""
 
-    arrays: list[Array]  # among its inputs
-    places: list[int]  # of the arrays among the inputs
-    paths: list[str]  # where each stands: `batch/image`, `params/Dense_0/kernel`
+    arrays: list[Array]  # the arrays among the inputs
+    places: list[int]  # the places of the arrays among the inputs
+    paths: list[str]  # the path of each array: `batch/image`, `params/Dense_0/kernel`
 
     def __init__(self, asked: Asked, args: Any, kwargs: Any):
         super().__init__(asked.fun, args, kwargs, open_scopes=True, caller=asked.where)
         self.asked = asked
-        self._numbers = range(len(self.inputs))  # in the places of its inputs
+        self._numbers = range(len(self.inputs))  # stand in for the inputs
         self._is_array = [_tree.is_array_or_shape(x) for x in self.inputs]
         self.arrays = _tree.pick(self.inputs, self._is_array)
         self.places = _tree.pick(self._numbers, self._is_array)
         self.paths = self._paths()
 
     def loss(self, arrays: Sequence[Array]) -> tuple[Array, list[Array], list[Array]]:
-        """Returns the loss, the updated variables, and the arrays of all else."""
+        """Returns the loss, the updated variables, and all further arrays."""
         inputs = _tree.fill(arrays, self._is_array, self.inputs)
         out, updated = self.function(inputs)
         loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
         check_loss(loss, self._caller)
-        # A loss of `make_train_step` returns the new variables of a Linen model there.
+        # A loss of `make_train_step` returns the new variables of a Linen model in
+        # `aux`.
         aux = dict(aux) if isinstance(aux, Mapping) else {"aux": aux}
         updates = aux.pop("variables", None)
         found = (jax.tree.leaves(tree) for tree in ((updates, updated), aux))
@@ -281,10 +286,10 @@ class Call(FunctionalCall):
         return _tree.pick(every, self._is_array)
 
     def gradients(self, loss: Loss) -> Callable[[Any, Sequence[Array]], Any]:
-        """Returns the gradient of a function of the arrays, whose first result counts.
+        """Returns a function that differentiates the first result of a loss.
 
-        It takes the scale of the loss and the arrays, and gives all results, and the
-        gradients without the scale.
+        The returned function takes the scale of the loss, and the arrays. Its results
+        are all results of the loss, and the gradients without the scale.
         """
         mask = self.trained()
 
@@ -299,10 +304,11 @@ class Call(FunctionalCall):
         return run
 
     def trained(self) -> list[bool]:
-        """Returns which of its arrays are trained.
+        """Returns which arrays are trained.
 
-        They are the floats of the first argument; of a module, its parameters; of a
-        state, those that are not in half: no step changes the others.
+        The trained arrays are the floats of the first argument. Of a module, only the
+        variables that `wrt` selects are trained. Of a state, arrays in half precision
+        are not trained, because no step changes them.
         """
 
         def params(state: nnx.State) -> Any:

@@ -53,7 +53,7 @@ _TRAINING_OPTIONS: dict[str, dict[str, Any]] = {
     ),
 }
 
-# The tool of a command, which results exit with 1, and options.
+# For each command: the tool, the test for results that exit with 1, and the options.
 _COMMANDS: dict[str, tuple[Any, Callable[[Any], Any], dict[str, Any]]] = {
     "explain": (explain, lambda x: x.problems, _PRECISION | _ONLY),
     "nonfinite": (find_nonfinite, lambda x: x.verdict != "nothing", _NUMERIC),
@@ -70,7 +70,8 @@ def add_commands(commands: Any) -> None:
     """Adds the commands to the parsers of all commands."""
     for name, (tool, is_bad, options) in _COMMANDS.items():
         command = _add_command(commands, name, tool, _TARGET, options)
-        if name != "explain":  # it runs the program on the device that is here
+        # All tools but `explain` run the program, on any device of this machine.
+        if name != "explain":
             command.set_defaults(platforms=None)
         command.set_defaults(run=functools.partial(_report, tool, is_bad))
     command = _add_command(
@@ -98,7 +99,7 @@ def _add_command(
 
 
 def _report(tool: Any, is_bad: Callable[[Any], Any], args: argparse.Namespace) -> int:
-    """Returns the exit code; prints one line for an error, and returns 2."""
+    """Prints the report of a tool, and returns the exit code: 2 for an error."""
     options = {k: v for k, v in vars(args).items() if k in ("precision", "scale")}
     only = getattr(args, "only", None)
     if only == "parameters":
@@ -117,7 +118,7 @@ def _report(tool: Any, is_bad: Callable[[Any], Any], args: argparse.Namespace) -
 
 
 def _report_training(args: argparse.Namespace) -> int:
-    """Does the same for `compare_training`."""
+    """Prints the report of `compare_training`, and returns the exit code."""
     names = ("precisions", "steps", "seeds", "directory")
     options = {k: v for k in names if (v := getattr(args, k)) is not None}
 
@@ -134,19 +135,23 @@ def _report_training(args: argparse.Namespace) -> int:
 
 
 def _exit_code(target: str, ask: Callable[[], Any]) -> int:
-    """Returns 1 if there is something to act on; 2 for an error, which it prints."""
+    """Returns 1 if there is something to act on, else 0.
+
+    An error is printed in a single line, and 2 is returned.
+    """
     try:
         return int(bool(ask()))
-    except (Exception, SystemExit) as error:  # of the user's code, too
+    except (Exception, SystemExit) as error:  # the user's code may raise any error
         cause = str(error).partition("\n")[0]
         print(f"error: {target}: {type(error).__name__}: {cause}", file=sys.stderr)
         return 2
 
 
 def _returned_by(target: str, default: str) -> Any:
-    """Returns what the function of a target returns."""
+    """Calls the function of a target, and returns its result."""
     module, _, name = target.partition(":")
     module = os.path.relpath(module) if os.sep in module else module
     module = module.removesuffix(".py").replace(os.sep, ".")
-    sys.path.insert(0, "")  # which `python -m` does
+    # `python -m` does the same, so that modules of the working directory are found.
+    sys.path.insert(0, "")
     return pkgutil.resolve_name(f"{module}:{name or default}")()

@@ -1,4 +1,4 @@
-"""`compare_precision`: how far gradients in half are from those in float32."""
+"""`compare_precision`: how far gradients in half are from gradients in float32."""
 
 import dataclasses
 import math
@@ -27,25 +27,27 @@ from flax_amp.policy import (
 # Gradients are as wrong as half precision makes them if their error is at most this
 # many times the spacing of numbers at 1.
 _USUAL = 8
-_HELPS = 0.9  # what a remedy that helps leaves of the error of the gradients, at most
+# A remedy helps if the error of the gradients falls below this share of the error.
+_HELPS = 0.9
 _RESULT = "flax_amp.use_float32_result"
-_SHOWN = 12  # groups of parameters
-# What is rounded, in a table: a part, and its kinds of roundings.
+_SHOWN = 12  # groups of parameters in the report
+# Headers of a table of errors: a part alone is rounded, then each kind of rounding.
 _HEADERS = ("this\nalone", "\noperands", "\nresults", "border\nvalues", "\ncotangents")
 _NOT_FINITE = (
     "the loss or its gradients are not finite in float32 either: "
     "flax_amp.find_nonfinite says where"
 )
-# The largest gradient is to be this: four times as much is in the range of float16, for
-# those inside of the program.
+# A trial of a loss scale brings the largest gradient of a parameter to at most this
+# magnitude. float16 holds almost four times as much, which leaves room for larger
+# gradients inside of the program.
 _TARGET = 2.0**14
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientErrors:
-    """How the gradients of a group of parameters differ from those in float32."""
+    """How the gradients of a group of parameters differ from float32."""
 
-    path: str  #: what the group has in common, such as `params/Dense_0`
+    path: str  #: the common path of the group, such as `params/Dense_0`
     error: float  #: relative, L2; infinite if an element is not finite
     largest: float  #: the largest magnitude in float32, times the scale of the loss
 
@@ -54,14 +56,14 @@ class GradientErrors:
 class Setting:
     """A run of the program."""
 
-    name: str  #: what it is called
+    name: str  #: the name of the run in the report, such as `as it is`
     scale: float  #: of the loss
-    keys: tuple[str, ...]  #: the modules that it is about, as keys of a policy
+    keys: tuple[str, ...]  #: the modules with a value of their own, as keys of a policy
     lines: tuple[str, ...]  #: lines outside of modules in float32, as by `amp_stop`
     loss_error: float  #: relative
     gradient_error: float  #: relative, L2, of all gradients together
     low_share: float | None  #: of matmuls in half precision; `None` without matmuls
-    value: str = "jnp.float32"  #: what the keys get, or `flax_amp.use_float32_result`
+    value: str = "jnp.float32"  #: of the keys, or `flax_amp.use_float32_result`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +76,9 @@ class Sensitivity:
     name: str  #: the module, or the line outside of modules
     alone: float  #: the error if this part alone is rounded
     without: float  #: the error if all but this part are rounded
-    #: `alone` if only an `operand` of a matmul, its `result`, a `border value` or a
-    #: `cotangent` is rounded: any other value of the forward pass, or the backward pass
+    #: `alone` for each kind of roundings: of an `operand` of a matmul, its `result`, a
+    #: `border value`, which is any further value of the forward pass, or a `cotangent`,
+    #: which is any value of the backward pass but an operand of a matmul
     by_kind: dict[str, float]
 
 
@@ -86,19 +89,20 @@ class Comparison(Report):
     compute_dtype: str  #: the dtype of low-precision values, `bfloat16 and fp8`
     loss: tuple[float, float]  #: in float32 and in this precision
     gradients: tuple[GradientErrors, ...]  #: by group, the largest error first
-    threshold: float  #: the error of the gradients from which on remedies are tried
-    as_it_is: Setting  #: the program as it is
+    threshold: float  #: remedies are tried if the error of the gradients is larger
+    as_it_is: Setting  #: the run of the program without a remedy
     #: without fp8, another scale, modules in float32 or with float32 results
     remedies: tuple[Setting, ...]
     own_policy: bool  #: whether the policy is the user's own
-    #: the parts whose roundings make the error, the worst one first
+    #: the parts whose roundings make the error, the worst part first
     sensitivities: tuple[Sensitivity, ...] = ()
 
     @property
     def best(self) -> Setting | None:
-        """The cheapest remedy that is enough, or that of the least error, if any helps.
+        """The cheapest remedy that is enough, or the remedy of the least error.
 
-        The cheapest one leaves most matmuls in half precision.
+        The cheapest remedy leaves most matmuls in half precision. `None` if no remedy
+        helps.
         """
         enough = [x for x in self.remedies if x.gradient_error <= self.threshold]
         best = min(enough, key=_cost, default=None)
@@ -146,7 +150,7 @@ class Comparison(Report):
 
 
 def _cost(run: Setting) -> tuple[float, int, float]:
-    """Returns what a remedy costs: the share of matmuls that are not half, and keys."""
+    """Returns the cost of a remedy: matmuls that leave half precision, then keys."""
     share = 0.0 if run.low_share is None else run.low_share
     return -share, len(run.keys) + len(run.lines), run.gradient_error
 
@@ -165,23 +169,24 @@ def _cells(run: Setting) -> list[str]:
 def compare_precision(
     call: Call, *, scale: float | None = None, remedies: int = 3
 ) -> Comparison:
-    """Compares a loss and its gradients in half precision with those in float32.
+    """Compares a loss and its gradients in half precision with float32.
 
-    It tells the error of the loss and of the gradients of each group of parameters. If
-    that is more than roundings make, it runs remedies: without fp8, with a loss scale
-    at which gradients fit into float16, and with a few modules, or lines outside of
-    modules, in float32 that are enough. These modules are run with
-    `flax_amp.use_float32_result`, too, which leaves their matmuls in half precision:
-    the cheaper one that is enough is named. It is called as `flax_amp.explain`, and
-    takes its options, with arrays that have values; a loss may return `(loss, aux)`.
+    The report tells the error of the loss and of the gradients of each group of
+    parameters. If the error of the gradients is larger than roundings usually make it,
+    remedies are run: without fp8, with a loss scale at which gradients fit into
+    float16, and with a few modules, or lines outside of modules, in float32 that are
+    enough. These modules also run with `flax_amp.use_float32_result`, which leaves
+    their matmuls in half precision. The report names the cheapest remedy that is
+    enough. The call and the options are as for `flax_amp.explain`, with arrays that
+    have values. A loss may return `(loss, aux)`.
 
     Args:
       scale: the factor of the loss in half precision, by which gradients are divided
-        before they are compared. By default that of the scaler, or 1.
+        before they are compared. By default the scale of the scaler, or 1.
       remedies: how many modules may be in float32 together; 0 to try no remedy at all.
 
     Returns:
-      A `Comparison`, or a function that returns one. Print it.
+      A `Comparison`, or a function that returns a `Comparison`. Print the comparison.
 
     Raises:
       TypeError: if an argument is of a wrong kind.
@@ -208,11 +213,12 @@ def compare_precision(
 def _differences(found: Sequence[Array], exact: Sequence[Array]) -> Array:
     """Returns float64[n, 3]: norm of the error, norm and largest magnitude in float32.
 
-    Norms are L2. The first one is infinite if an element of the two is not finite.
+    Norms are L2. The norm of the error is infinite if an element of a gradient is not
+    finite in a precision or in float32.
     """
     rows = []
     for pair in zip(found, exact, strict=True):
-        # As float64: no square overflows or becomes zero.
+        # In float64, no square overflows or becomes zero.
         x, y = (np.asarray(a).astype(np.complex128).ravel() for a in pair)
         known = np.isfinite(x) & np.isfinite(y)
         error = np.linalg.norm(x - y) if known.all() else math.inf
@@ -230,20 +236,20 @@ def _relative(differences: Array) -> float:
 
 
 class _Comparing:
-    """Compares a program, and looks for what makes its gradients more exact."""
+    """Compares a program with float32, and looks for more exact gradients."""
 
     def __init__(self, call: Call, scale: float):
         self._asked, self._call, self._scale = call.asked, call, scale
         self._trials = Trials(call)
         self._is_fp8 = bool(Policy(call.asked.entries).fp8_recipes)
         self._enough = _USUAL * float(jnp.finfo(call.asked.dtype).eps)  # an error
-        self._reachable = self._enough  # the error that a few parts are to bring
+        self._reachable = self._enough  # the error to reach with a few parts in float32
         self._notes: list[str] = []
         self._sensitivities: list[Sensitivity] = []
         self._roundings: Roundings | None = None
 
     def comparison(self, most: int) -> Comparison:
-        """Returns what is found, with remedies of up to so many modules."""
+        """Returns the comparison, with remedies of at most `most` modules."""
         asked, exact = self._asked, self._trials.exact
         first, loss, errors = self._try("as it is")
         groups = self._by_group(errors)
@@ -251,7 +257,8 @@ class _Comparing:
         if not exact.is_finite:
             self._notes.append(_NOT_FINITE)
         elif most > 0 and first.gradient_error > self._enough:
-            # The forward pass does not see the scale.
+            # The scale does not change the forward pass: if the loss is not finite, an
+            # infinite `largest` skips the trial of another scale.
             largest = errors[:, 2].max() if math.isfinite(loss) else math.inf
             remedies += self._of_all(first.gradient_error, largest)
             least = min(run.gradient_error for run in (first, *remedies))
@@ -277,15 +284,15 @@ class _Comparing:
         entries: PolicyEntries | None = None,
         value: Any = jnp.float32,
     ) -> tuple[Setting, float, Array]:
-        """Runs the program in half precision, with parts of it in float32.
+        """Runs the program in half precision, with parts of the program in float32.
 
-        It returns the loss and the differences of the gradients as well.
+        Returns the setting, the loss and the differences of the gradients.
         """
         trial = self._trials.run(parts, self._scale, entries, value)
         exact = self._trials.exact
         loss_error = _relative(_differences([trial.loss], [exact.loss]))
         errors = _differences(trial.gradients, exact.gradients)
-        # No step is taken if the loss is lost, whatever the gradients are.
+        # No step is taken if the loss is not finite, even with finite gradients.
         error = _relative(errors) if loss_error < math.inf else math.inf
         setting = Setting(
             name=name,
@@ -303,7 +310,7 @@ class _Comparing:
         groups = defaultdict(list)
         paths = _tree.pick(self._call.paths, self._call.trained())
         for path, row in zip(paths, errors, strict=True):
-            parts = path.split("/")  # the leaves of one module are a group
+            parts = path.split("/")  # the parameters of a module are a group
             groups["/".join(parts[:-1] if len(parts) > 2 else parts)].append(row)
         found = []
         for path, rows in groups.items():
@@ -314,9 +321,10 @@ class _Comparing:
     # --- remedies --------------------------------------------------------------------
 
     def _of_all(self, error: float, largest: float) -> Iterator[Setting]:
-        """Runs what may help the whole program; a scale that helps stays.
+        """Runs remedies for the whole program: without fp8, and another loss scale.
 
-        The largest gradient is infinite if the loss is not finite.
+        A scale that helps stays for all later runs. `largest` is the largest magnitude
+        of the gradients, infinite if the loss is not finite.
         """
         asked, scale = self._asked, self._scale
         if self._is_fp8:
@@ -329,7 +337,7 @@ class _Comparing:
                 self._scale = run.scale if run.gradient_error < error else scale
 
     def _of_parts(self, most: int, error: float) -> Iterator[Setting]:
-        """Runs few parts that are enough in float32, if they are at most so many."""
+        """Runs a few parts in float32 that are enough, if there are at most `most`."""
         parts = self._trials.parts()
         found = self._sensitive(parts, most, error)
         if len(found) > most:
@@ -337,13 +345,13 @@ class _Comparing:
             return
         run = self._in_float32(found) if found else None
         if run is None or run.gradient_error > self._reachable:
-            # A kernel, say, has roundings without switches.
+            # Some roundings have no switch, for example the roundings in a kernel.
             found = self._searched(parts, most, error)
             if not found:
                 return
             run = self._in_float32(found)
         yield run
-        # Where results of matmuls alone are too rough, matmuls may stay in half.
+        # If only results of matmuls are too rough, the matmuls may stay in half.
         if self._remains(found) > self._reachable:
             return
         name = f"{_named(found)} with float32 results"
@@ -354,18 +362,20 @@ class _Comparing:
     def _sensitive(
         self, parts: Sequence[Part], most: int, error: float
     ) -> Sequence[Part]:
-        """Returns parts whose roundings make the error, one more than `most` at most.
+        """Returns the parts whose roundings make the error.
 
-        There are none if the roundings of all parts together do not make it.
+        Returns `most + 1` parts if `most` parts are not enough, and no part if the
+        roundings of all parts together do not make the error.
         """
         try:
             self._roundings = roundings = Roundings(self._trials, parts, self._scale)
             self._reaches(roundings.error_without(parts))
+            # A search is worth its runs only if the error to reach is less than half.
             if self._reachable >= error / 2:
                 return ()
             worst = roundings.worst(self._reachable, most)
             self._sensitivities = [_sensitivity(roundings, part) for part in worst]
-        except Exception as cause:  # of an equation that no rule knows
+        except Exception as cause:  # an equation without a rule may raise any error
             told = str(cause).partition("\n")[0]
             self._notes.append(
                 "the error that each module makes is not known: "
@@ -375,14 +385,14 @@ class _Comparing:
         return worst
 
     def _remains(self, parts: Sequence[Part]) -> float:
-        """Returns the error if parts have float32 results, 0 if it is not known."""
+        """Returns the error if parts have float32 results, 0 if that is not known."""
         if not self._sensitivities:
             return 0.0
         assert self._roundings is not None
         return self._roundings.error_without(parts, [RESULT])
 
     def _searched(self, parts: list[Part], most: int, error: float) -> Sequence[Part]:
-        """Returns parts that are enough in float32, found by running programs."""
+        """Returns parts that are enough in float32, found by runs of programs."""
         self._reaches(self._in_float32(parts).gradient_error if parts else math.inf)
         if self._reachable >= error / 2:
             told = "nothing less than the whole program in float32 is enough"
@@ -397,7 +407,10 @@ class _Comparing:
         return found
 
     def _reaches(self, error: float) -> None:
-        """Notes the error with all parts in float32: there may be another fault."""
+        """Sets the error to reach from the error with all parts in float32.
+
+        The error of a few parts cannot be smaller. Twice the error counts as reached.
+        """
         self._reachable = max(self._enough, 2 * error)
 
     def _in_float32(self, parts: Sequence[Part]) -> Setting:

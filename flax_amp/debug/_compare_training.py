@@ -39,11 +39,12 @@ Variant = Precision | Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class TrainedPrecision:
-    """The runs of one precision; a tuple has an entry for each seed."""
+    """The runs of a precision; a tuple has an entry for each seed."""
 
-    name: str  #: as it was asked for
-    ends: tuple[float, ...]  #: what is compared; infinite if a run trains no longer
-    #: for each part of a run its mean loss, as the step reports it, or the evaluation
+    name: str  #: the name or the word that the user gave
+    #: the numbers to compare; infinite if a run skips all of its last steps
+    ends: tuple[float, ...]
+    #: for each part of a run the mean loss that the step reports, or the evaluation
     curves: tuple[tuple[float, ...], ...]
     skipped: tuple[int, ...]  #: steps that were not finite, and changed nothing
     scales: tuple[float, ...]  #: the loss scale at the end
@@ -63,10 +64,10 @@ class TrainingComparison(Report):
 
     steps: int  #: of each run
     seeds: int  #: how many runs there are of each precision
-    measure: str  #: what is compared: `loss`, or the name of `evaluate`
-    device: str  #: of which kind the first one is
+    measure: str  #: the measure of an end: `loss`, or the name of `evaluate`
+    device: str  #: the kind of the first device
     steps_of_parts: tuple[int, ...]  #: the step at which each part of a curve ends
-    reference: TrainedPrecision  #: the runs that the others are compared with
+    reference: TrainedPrecision  #: the runs that the precisions are compared with
     precisions: tuple[TrainedPrecision, ...]  #: in the order that was asked for
 
     @property
@@ -144,13 +145,15 @@ class TrainingComparison(Report):
 
     def _draw_curves(self, axes: Any) -> None:
         for index, trained in enumerate((self.reference, *self.precisions)):
-            # The reference is broad, because a precision that is inside covers it.
+            # The lines of the reference are broad, because the lines of a precision
+            # that is inside cover them.
             color, width = (f"C{index - 1}", 1.2) if index else ("#afb8c1", 4.0)
             for seed, curve in enumerate(trained.curves):
                 label = trained.name if seed == 0 else None
                 options: Any = dict(color=color, lw=width, alpha=0.8, label=label)
                 axes.plot(self.steps_of_parts, curve, **options)
         values = [y for curve in self.reference.curves for y in curve]
+        # On a linear axis, curves that fall far would look alike at their ends.
         if min(values) > 0 and max(values) > 20 * min(values):
             axes.set_yscale("log")
         axes.set_title(f"{self.measure}, a line for each seed", loc="left", fontsize=10)
@@ -184,13 +187,13 @@ def _verdict(gap: Gap) -> str:
 
 
 def _each(values: Sequence[float]) -> str:
-    """Returns one number if all seeds have the same one, otherwise all of them."""
+    """Returns a single number if the numbers of all seeds are equal, else all."""
     different = values if len(set(values)) > 1 else values[:1]
     return ", ".join(f"{x:.8g}" for x in different)
 
 
 def _ratio(value: float | None, base: float | None) -> str:
-    """Returns a figure with its ratio to that of the reference."""
+    """Returns a figure with its ratio to the figure of the reference."""
     if value is None:
         return "-"
     return f"{value:.3g} x{value / base:.2f}" if base else f"{value:.3g}"
@@ -214,47 +217,51 @@ def compare_training(
 
     Each precision trains once for each of the seeds 0, 1, ..., from the parameters and
     on the batches of the float32 run with the same seed. The end of a run is the loss
-    of the trained model in float32, the mean over the batches of the last tenth of the
-    steps (at most 50): the loss that a precision reports has its errors.
+    of the trained model, computed in float32, the mean over the batches of the last
+    tenth of the steps (at most 50). The loss that a precision reports is not used,
+    because its own roundings change that loss.
 
-    The gap of a seed is the end of its run minus that of the float32 run. A precision
-    is *outside* if its mean gap is larger than the margin, which is what another seed
-    changes in float32, and larger than the noise of the gaps; otherwise the precision
-    is *inside*. A precision that ends better is inside. Of the precisions that change
-    nothing, less than 2 % are called outside. The report tells the power: the gap that
-    would be called outside with a probability of 90 %. A few seeds and a few hundred
-    steps find large faults only. `docs/compare_training.md` explains the test.
+    The gap of a seed is the end of its run minus the end of the float32 run. A
+    precision is *outside* if its mean gap is larger than the margin, which is the
+    change that another seed makes in float32, and larger than the noise of the gaps;
+    otherwise the precision is *inside*. A precision that ends better is inside. Of the
+    precisions that change nothing, less than 2 % are called outside. The report tells
+    the power: the gap that would be called outside with a probability of 90 %. A few
+    seeds and a few hundred steps find large faults only. `docs/compare_training.md`
+    explains the test.
 
     Sharp edges:
-      The optimizer and all functions in a state are those that the first call of
-      `make` returned, so that a step is compiled once: the seed must change nothing
-      but arrays. The device must have room for the state three times.
+      All runs of a precision use the optimizer and the functions of a state that the
+      first call of `make` returned, so that a step is compiled once: the seed must
+      change nothing but arrays. The device must have room for the state three times.
 
     Args:
       make: `make(seed)` returns a new `AmpTrainState`, or a new pair
-        `(model, optimizer)` of NNX as `make_nnx_train_step` takes it. Its precision
-        and its scaler are replaced unless it is in the precision already.
+        `(model, optimizer)` of NNX, as for `make_nnx_train_step`. The precision and the
+        scaler are replaced unless the precision is the same already.
       loss_fn: as for `make_train_step` or `make_nnx_train_step`.
-      batches: `batches(seed)` returns an iterable of at least `steps` batches, the same
-        ones each time it is called.
+      batches: `batches(seed)` returns an iterable of at least `steps` batches. Each
+        call with the same seed must give the same batches.
       precisions: words, or a mapping from names to words or options. Options are
-        `precision` (by default that of what `make` returns), `make` and `loss_fn`
-        instead of those of this call, and all options of the step:
+        `precision` (by default the precision of the state or the optimizer that `make`
+        returns), `make` and `loss_fn`, which replace the arguments of this call, and
+        all options of the step:
         `{"fp8": {"precision": "fp8-mixed", "reduce_in_float32": True}}`.
       reference: the word or the options that the precisions are compared with.
       seeds: the number of runs of each precision, at least 2.
       steps: the number of steps of each run.
       evaluate: `evaluate(state)`, or `evaluate(model)` for NNX with a copy of the model
         in evaluation mode, returns a number instead of the training loss; smaller is
-        better, so return the negative of an accuracy. It is called after each
-        twentieth of the steps; the end of a run is the mean of the last two.
-      tolerance: gaps up to this one are allowed, in the unit of the loss, whatever the
-        seeds change: 0.01 for a gate of 0.01, or the resolution of an accuracy.
+        better, so return the negative of an accuracy. `evaluate` is called after each
+        twentieth of the steps; the end of a run is the mean of the last two numbers.
+      tolerance: gaps up to this size are allowed, in the unit of the loss, even if the
+        seeds change less: 0.01 for a gate of 0.01, or the resolution of an accuracy.
       directory: a local folder in which to store each run, and every minute the state
-        of the run that trains. The same call then continues where it was stopped.
-        More seeds or more precisions reuse the runs that are there. Numbers and words
-        among the options are compared; functions and other objects by name only: if
-        one of these changes, use another directory.
+        of the run that trains. After an interruption, the same call continues there.
+        More seeds or more precisions reuse the stored runs. The options of a stored run
+        must be the same. Numbers and words are compared by value, functions and further
+        objects by name only: if a function changes and keeps its name, use another
+        directory.
       **options: options of the step for all precisions, such as `has_aux=True`.
 
     Returns:
@@ -263,9 +270,10 @@ def compare_training(
     Raises:
       TypeError: if an argument is of a wrong kind.
       ValueError: if a number is out of range, if there are fewer batches than steps, if
-        `make` or `batches` return something else when called again, if two seeds make
-        the same run, if float32 itself ends at something that is not finite, or if the
-        directory has other runs.
+        `make` or `batches` return different arrays when called again, if two seeds make
+        the same run, if float32 itself ends at a number that is not finite, or if the
+        directory has runs with another loss, measure, reference, number of steps, or
+        other options.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, flax_amp
@@ -379,7 +387,7 @@ def _named(
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[str, int], None]]:
-    """Shows a bar on a terminal; yields what moves it by some steps."""
+    """Shows a bar on a terminal; yields the function that moves the bar by steps."""
     console = Console(stderr=True)
     columns = "{task.description}", BarColumn(), MofNCompleteColumn()
     with Progress(
@@ -402,7 +410,7 @@ def _make(make: Callable[[int], Any], seed: int) -> Any:
 
 
 def _maker(trainer: Trainer, seed: int) -> Callable[[], Any] | None:
-    """Returns the `make` of a precision that has one of its own, for a seed."""
+    """Returns the `make` of the options of a precision for a seed, if there is any."""
     return trainer.make and functools.partial(_make, trainer.make, seed)
 
 
@@ -419,7 +427,10 @@ def _check_finite(name: str, seed: int, run: Run) -> None:
 
 
 def _check_differs(seed: int, run: Run, before: Sequence[Run]) -> None:
-    """Raises a ValueError if another seed made the same run: it is what is measured."""
+    """Raises a ValueError if another seed made the same run.
+
+    The differences between seeds are the measure of a gap.
+    """
     for other, found in enumerate(before):
         if (run.start, run.batch, run.curve) == (found.start, found.batch, found.curve):
             raise ValueError(

@@ -1,13 +1,15 @@
-"""Runs what stands in a `shard_map` one equation at a time, on all devices together.
+"""Runs a `shard_map` equation by equation, on all devices together.
 
-Inside of a `shard_map` each device has its own arrays. Between two equations, those of
-one variable are one array, a *stack*. Its first axis has an element for each device:
+Inside of a `shard_map` each device has its own arrays. Between two equations, the
+arrays of a variable on all devices form a single array, a *stack*. The first axis of a
+stack has an element for each device:
 
     y = log x       a `shard_map` for this equation alone: each device has its element
-    z = psum y      another one, in which all devices take part
+    z = psum y      another `shard_map`, in which all devices take part
 
-Where devices take different branches of a `cond`, or leave a `while` one after the
-other, one device is followed: all of them then run with its arrays.
+Devices may take different branches of a `cond`, or leave a `while` after different
+numbers of iterations. Then a single device is followed: all devices run with the
+arrays of this device.
 """
 
 import contextlib
@@ -31,7 +33,8 @@ from flax_amp._rewriter.primitives import walk
 OPTIONS = {"xla_allow_excess_precision": False}
 
 Specs = Sequence[P]
-Examples = Callable[[np.ndarray], tuple[int, ...]]  # those marked in an array of bools
+# Returns the numbers of the examples that are marked in an array of bools.
+Examples = Callable[[np.ndarray], tuple[int, ...]]
 
 
 class NotAlone(Exception):
@@ -43,14 +46,15 @@ def _alone() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Whatever JAX refuses here, it has run the `shard_map` as a whole before.
+        # JAX has run the `shard_map` as a whole before. If JAX refuses a part, the
+        # report is about the whole `shard_map`, so any error is caught.
         raise NotAlone from error
 
 
 class _Batch(NamedTuple):
     """How the devices share the batch."""
 
-    axes: tuple[str, ...]  # of the mesh, which split its first axis
+    axes: tuple[str, ...]  # the axes of the mesh that split the first axis of the batch
     other_shapes: Collection[tuple[int, ...]]  # of operands that are not the batch
     examples: Examples  # of the whole batch
 
@@ -60,10 +64,10 @@ class Devices:
     """The devices of a `shard_map`."""
 
     call: Eqn  # the `shard_map`
-    depth: int  # how many loops and branches are around it
+    depth: int  # the number of loops and branches around the `shard_map`
     compiled: dict[Any, Any]
     batch: _Batch | None
-    followed: int | None = None  # the number of the device whose arrays all have
+    followed: int | None = None  # the device whose arrays all devices have, if any
 
     @classmethod
     def of(
@@ -112,9 +116,10 @@ class Devices:
             return _stacked(*run([lax.squeeze(x, [0]) for x in elements]))
 
         def on_devices(*stacks: Array) -> Arrays:
-            # An equation asks for operands of its types. With `check_vma` these tell
-            # along which axes all devices have the same, which is not always true: the
-            # result of a `cond` has no axis of its index. So a stack has every device.
+            # An equation asks for operands of its types. With `check_vma`, the types
+            # tell along which axes all devices have the same array. The types are not
+            # always right: the result of a `cond` may lack an axis along which its
+            # index varies. So a stack keeps the array of every device.
             typed = self._retyped(stacks, [self._every] * len(given), given)
             outs = self._map(on_device, given, made, check_vma)(*typed)
             return self._retyped(outs, made, [self._every] * len(made))
@@ -128,14 +133,14 @@ class Devices:
         return P(tuple(self.sizes))
 
     def _spec(self, atom: Atom) -> P:
-        """Returns the spec of a stack without the axes along which it is the same."""
+        """Returns the spec of a variable: the axes along which arrays may differ."""
         if not self.call.params["check_vma"]:
             return self._every
         varying = varying_axes(atom.aval)
         return P(tuple(name for name in self.sizes if name in varying))
 
     def _retyped(self, arrays: Arrays, before: Specs, after: Specs) -> Arrays:
-        """Returns arrays with other specs. Each device keeps what it has."""
+        """Returns arrays with the specs `after`. Each device keeps its array."""
         if [*before] == [*after]:
             return arrays
         return self._map(lambda *arrays: arrays, before, after)(*arrays)
@@ -147,7 +152,7 @@ class Devices:
         out_specs: Specs | None = None,
         check_vma: bool = False,
     ) -> Callable[..., Any]:
-        """Returns a function that runs on each device; by default it makes stacks."""
+        """Returns a function that runs on each device; by default, it makes stacks."""
         return jax.shard_map(
             run,
             mesh=self.call.params["mesh"],
@@ -165,10 +170,10 @@ class Devices:
             self.compiled[key] = jax.jit(run, compiler_options=OPTIONS)
         return self.compiled[key](*arrays)
 
-    # --- one device ------------------------------------------------------------------
+    # --- a device --------------------------------------------------------------------
 
     def following(self, number: int) -> "Devices":
-        """Returns these devices, which all have the arrays of one of them."""
+        """Returns these devices, which all have the arrays of a single device."""
         return dataclasses.replace(self, followed=number)
 
     def first(self, bad: np.ndarray) -> int:
@@ -186,7 +191,10 @@ class Devices:
         return f"{noun} {place}{others} of {len(bad)}"
 
     def _has_bad(self, bad: np.ndarray) -> np.ndarray:
-        """Returns which devices have something bad in a stack, of those that count."""
+        """Returns which devices have something bad in a stack.
+
+        If a device is followed, no further device counts.
+        """
         found = np.asarray(bad.reshape(len(bad), -1).any(axis=1))
         if self.followed is not None:
             found &= np.arange(len(bad)) == self.followed
@@ -198,8 +206,8 @@ class Devices:
         if self.batch is None or not shape or tuple(shape) in self.batch.other_shapes:
             return ()
         counts = self._has_bad(bad).reshape(-1, *(1 for _ in shape))
-        # The examples are in the order of the axes that split the batch. Along the
-        # other axes, devices share examples.
+        # The examples are in the order of the axes that split the batch. Along all
+        # remaining axes, devices share examples.
         names = [*self.sizes]
         order = [names.index(name) for name in self.batch.axes]
         others = [i for i in range(len(names)) if i not in order]
@@ -215,7 +223,7 @@ def _stacked(*arrays: Array) -> tuple[Array, ...]:
 
 
 def _kind(eqn: Eqn) -> Hashable:
-    """Returns what is equal for equations that do the same to their operands."""
+    """Returns a key that is equal for equations with the same computation."""
     try:
         return eqn.primitive, frozenset(eqn.params.items()), eqn.ctx
     except TypeError:  # an array among the parameters has no hash
@@ -225,7 +233,7 @@ def _kind(eqn: Eqn) -> Hashable:
 def _batch_of(call: Eqn, operands: Arrays, examples: Examples) -> _Batch | None:
     """Returns how the devices of a `shard_map` share the batch.
 
-    It is `None` if its operands do not tell, or if a collective mixes the examples.
+    Returns `None` if the operands do not tell, or if a collective mixes the examples.
     """
     body, _ = open_jaxpr(call.params["jaxpr"])
     splits, sizes, others = set(), set(), set()
@@ -246,7 +254,8 @@ def _batch_of(call: Eqn, operands: Arrays, examples: Examples) -> _Batch | None:
 
 def _mixes(eqn: Eqn, axes: Sequence[str], sizes: Collection[int]) -> bool:
     """Whether a collective over these axes makes an array of so many rows."""
-    # An equation with bodies has the effects of what is in them.
+    # An equation with bodies has the axes of the collectives in its bodies, which the
+    # walk visits by themselves.
     has_bodies = any(jaxprs_in_params(eqn.params))
     if has_bodies or named_axes(eqn).isdisjoint(axes):
         return False

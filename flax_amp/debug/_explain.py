@@ -1,4 +1,4 @@
-"""`explain`: what mixed precision does to each equation of a function, and why."""
+"""`explain`: how mixed precision changes each equation of a function, and why."""
 
 import dataclasses
 import functools
@@ -49,9 +49,9 @@ from flax_amp.policy import Origin, Policy
 
 ONLY = ("problems", "equations", "parameters")
 
-_MAX_LINES = 26  # of the tree, so that it fits a screen with all else
-_NOT_IN_FP8 = "not in fp8: "  # how the reason of such a matmul begins
-_NOTE = "note"  # the kind of a finding that is none of the problems
+_MAX_LINES = 26  # of the tree, so that the whole report fits a screen
+_NOT_IN_FP8 = "not in fp8: "  # begins the reason of such a matmul
+_NOTE = "note"  # the kind of a finding that is no problem
 _NOT_STORED = "what the backward pass stores is not known"
 _SECOND = (
     "belongs to a gradient that your function takes, as for forces. The loss "
@@ -73,24 +73,24 @@ class Problem:
     """Something that a person has to act on, or to know."""
 
     kind: str  #: a short name, such as `float32 matmul`
-    message: str  #: what was found, and what can be done
+    message: str  #: the problem, and advice
     #: The modules; of more than three, with `*` for numbers.
     paths: tuple[str, ...] = ()
     source: str = ""  #: the line of the first equation
-    times: int = 0  #: how often the equations run that it concerns
-    flops: int = 0  #: of the matmuls among them
+    times: int = 0  #: how often the equations with this problem run
+    flops: int = 0  #: of the matmuls among these equations
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Explanation(Report):
-    """What mixed precision does to a function, and why. Made by `flax_amp.explain`."""
+    """How mixed precision changes a function, and why. Made by `flax_amp.explain`."""
 
     compute_dtype: str  #: the dtype of low-precision values
-    equations: tuple[Equation, ...]  #: those of the function, as they are emitted
-    problems: tuple[Problem, ...]  #: what a person has to act on, most important first
+    equations: tuple[Equation, ...]  #: the equations of the function, in emitted order
+    problems: tuple[Problem, ...]  #: problems to act on, the most important first
     stored: dict[str, int] | None  #: bytes for the backward pass, by dtype, if known
-    loss_reads: tuple[str, ...]  #: half-precision results that the loss is made from
-    #: the float32 arrays of the first argument, if they were asked for
+    loss_reads: tuple[str, ...]  #: the matmuls whose rounded results the loss reads
+    #: the float32 arrays of the first argument, if the user asked for the parameters
     parameters: tuple[Parameter, ...] | None = None
 
     @property
@@ -100,7 +100,7 @@ class Explanation(Report):
 
     @property
     def low_share(self) -> float | None:
-        """The share of them in half precision or fp8; `None` if there are none."""
+        """The share of `flops` in half precision or fp8; `None` without matmuls."""
         return low_share(self.equations)
 
     def report(self, *, only: str | None = None) -> str:
@@ -108,11 +108,12 @@ class Explanation(Report):
 
         Args:
           only: `"problems"` to leave out the modules; `"equations"` for a list of all
-            equations, with what each computes in and what becomes of its result;
-            `"parameters"` for a list of those, if `explain` got `parameters=True`.
+            equations, with the dtype that each equation computes in and the use of its
+            result; `"parameters"` for a list of the parameters, if `explain` got
+            `parameters=True`.
 
         Raises:
-          ValueError: if `only` is something else, or the parameters are not known.
+          ValueError: if `only` is another value, or the parameters are not known.
         """
         return self._text(only)
 
@@ -149,31 +150,33 @@ class Explanation(Report):
 def explain(
     call: Call, *, backward: bool = True, parameters: bool = False
 ) -> Explanation:
-    """Tells what `amp` does to a function: which equation runs in which dtype, and why.
+    """Explains how `amp` changes a function: the dtype of each equation, and why.
 
-    Nothing is compiled or run, so abstract arguments do (`jax.ShapeDtypeStruct`, or
-    what `jax.eval_shape` and `nnx.eval_shape` return). Modules of Linen and of NNX are
-    found by themselves. Figures are those of the forward pass; each matmul has two more
-    of its size in the backward pass.
+    Nothing is compiled or run, so arguments may be abstract: `jax.ShapeDtypeStruct`, or
+    a result of `jax.eval_shape` or `nnx.eval_shape`. Modules of Linen and of NNX are
+    found without further options. Figures are for the forward pass; the backward pass
+    has two more matmuls of the same size for each matmul.
 
     Args:
-      fun: the function before `amp`, as `explain(fun)(*args)`; or what
-        `make_train_step` trains, as `explain(state, loss_fn, batch, *args)`; or that
-        of `make_nnx_train_step`, `explain((model, optimizer), loss_fn, batch, *args)`.
-      *step: the loss function, the batch and what follows it; not with a function.
-      backward: whether to count what the backward pass stores, for the gradient with
-        respect to the first argument. It takes a trace of the gradient.
+      fun: the function before `amp`, as `explain(fun)(*args)`; or the state of
+        `make_train_step`, as `explain(state, loss_fn, batch, *args)`; or the pair of
+        `make_nnx_train_step`, `explain((model, optimizer), loss_fn, batch, *args)`.
+      *step: the loss function, the batch and the further arguments of the loss; not
+        with a function.
+      backward: whether to count the bytes that are stored for the backward pass, for
+        the gradient with respect to the first argument. The count takes a trace of the
+        gradient.
       parameters: whether to find which float32 arrays of the first argument can be
         stored in half precision without a change of any bit of the forward pass, as
-        `flax_amp.half_params` does, and why the others cannot. It takes two more traces
-        of the function.
+        `flax_amp.half_params` does, and why the remaining arrays cannot. The search
+        takes two more traces of the function.
       **options: `precision`, `compute_dtype`, `matmul_dtype`, `amp_policy`,
-        `recompute` and `reduce_in_float32` of `flax_amp.amp`; by default those of the
-        state or the optimizer.
+        `recompute` and `reduce_in_float32` of `flax_amp.amp`. The default precision is
+        the precision of the state or the optimizer.
 
     Returns:
-      An `Explanation`, or a function that returns one. Print it, or see its methods
-      `report` and `to_dict`.
+      An `Explanation`, or a function that returns an `Explanation`. Print the
+      explanation, or see its methods `report` and `to_dict`.
 
     Raises:
       TypeError: if an argument is of a wrong kind.
@@ -195,7 +198,9 @@ def explain(
     """
     asked = call.asked
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("ignore")  # those of the user's code, which a run gives
+        # Warnings of the user's code appear in a run. Here, only warnings about the
+        # policy are kept.
+        warnings.simplefilter("ignore")
         warnings.simplefilter("always", PolicyWarning)
         traced = trace_call(call, Policy(asked.entries), asked.dtype)
     messages = [str(warning.message).removeprefix("amp_policy: ") for warning in caught]
@@ -208,7 +213,8 @@ def explain(
         reduce_in_float32=asked.reduce_in_float32,
     )
     closed = jax.make_jaxpr(emit)(call.arrays)
-    # The gradient emits rules of derivatives again.
+    # The rows are copied before the gradient is traced, because the gradient emits the
+    # rules of custom derivatives again, which adds rows to the recorder.
     rows, visits = tuple(recorder.rows), tuple(recorder.visits)
     graph = Graph(visits) if asked.dtype != jnp.float32 else None
     findings = list(_findings(visits, graph, call, asked.dtype))
@@ -237,7 +243,7 @@ def explain(
 
 
 def _totals(found: Explanation) -> Iterator[tuple[str, str]]:
-    """Yields the figures of the whole function as words, with what they are about."""
+    """Yields the figures of the whole function as words, each with a label."""
     share = f"forward, {percent(found.low_share)} in half precision"
     yield "matmuls", f"{amount(found.flops, 'FLOP')} {share}" if found.flops else "none"
     matmuls = [row for row in found.equations if row.flops]
@@ -265,7 +271,7 @@ def _totals(found: Explanation) -> Iterator[tuple[str, str]]:
 
 
 def _told(problem: Problem, flops: int) -> Iterator[Padding]:
-    """Yields what was found, how often and in which share of FLOPs, and where."""
+    """Yields the text of a problem: its message, how often, share of FLOPs, place."""
     times = f" x{problem.times}" if problem.times else ""
     share = f", {problem.flops / flops:.0%} of FLOPs" if problem.flops else ""
     text = f"{problem.kind}{times}{share}: {problem.message}"
@@ -276,7 +282,7 @@ def _told(problem: Problem, flops: int) -> Iterator[Padding]:
 
 
 def _equations(found: Explanation) -> Table:
-    """Returns what each equation computes in and gives, module by module."""
+    """Returns the dtype and the use of the result of each equation, by module."""
     modules: dict[str, list[list[str]]] = {}
     for row in found.equations:
         dtype = "fp8" if row.is_in_fp8 else short(row.computes_in)
@@ -289,7 +295,7 @@ def _equations(found: Explanation) -> Table:
 def _parameters(parameters: Sequence[Parameter], half: str) -> Table:
     """Returns in which dtype each parameter can be stored, and why.
 
-    Those of twelve layers are one row, unless their reasons differ.
+    The parameters of twelve layers are a single row, unless their reasons differ.
     """
     rows: dict[tuple[str, ...], list[Parameter]] = defaultdict(list)
     for x in parameters:
@@ -309,11 +315,11 @@ def _parameters(parameters: Sequence[Parameter], half: str) -> Table:
 def _tree(found: Explanation) -> Table:
     """Returns the modules, as many levels of them as fit a screen.
 
-    Twelve layers are one, `GPT/Block_*`, unless one computes in other dtypes. A module
-    comes before those in it.
+    Twelve layers are a single row, `GPT/Block_*`, unless a layer computes in different
+    dtypes. A module comes before the modules in it.
     """
     rows = [(tuple(filter(None, row.path.split("/"))), row) for row in found.equations]
-    # In which dtypes a module computes its matmuls, and what stays float32.
+    # The dtypes of a module's matmuls, and of its equations that stay float32.
     dtypes: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for names, row in rows:
         for size in range(len(names) + 1) if row.flops or row.stays_by_rule else ():
@@ -358,10 +364,10 @@ def _without_numbers(path: str) -> str:
 
 
 def _problems(findings: Sequence[Finding]) -> Iterator[Problem]:
-    """Yields what a person has to act on in some equations.
+    """Yields the problems that a person has to act on.
 
-    Findings with the same message are one problem: twelve layers whose matmuls ask for
-    `precision=HIGHEST` are one line, not twelve.
+    Findings with the same message are a single problem: twelve layers whose matmuls ask
+    for `precision=HIGHEST` make a single line of the report, not twelve.
     """
     found: dict[tuple[str, str], list[Equation]] = defaultdict(list)
     for kind, message, row in findings:
@@ -379,7 +385,7 @@ def _problems(findings: Sequence[Finding]) -> Iterator[Problem]:
 def _findings(
     visits: Sequence[Visit], graph: Graph | None, call: Call, half: DType
 ) -> Iterator[Finding]:
-    """Yields what is found in the equations, and in what reads their results."""
+    """Yields the findings about equations, and about the readers of their results."""
     if graph is None:
         return
     for visit in visits:
@@ -388,13 +394,13 @@ def _findings(
     yield from _rounded.ranks(graph)
     try:
         are_data = [not is_trained for is_trained in call.trained()]
-    except TypeError:  # nothing is trained
+    except TypeError:  # the first argument has no array that is trained
         are_data = [True] * len(call.arrays)
     yield from _rounded.positions(graph, are_data, half)
 
 
 def _of_matmul(visit: Visit, half: str) -> Iterator[tuple[str, str]]:
-    """Yields the kind and the message of what is wrong with a matmul."""
+    """Yields the kind and the message of each problem of a matmul."""
     row, multiplies = visit.row, is_matmul(visit.eqn)
     floats = list(dict.fromkeys(float_factors(row.before.operands)))
     names = " and ".join(map(short, floats))
@@ -417,7 +423,8 @@ def _why(visit: Visit, half: str) -> str:
         if _source.is_numerics_of_jax(visit.eqn):
             return ""
         return f"it asks for precision={asked}. Leave that out to run it in {half}."
-    # The policy that is the default lets all matmuls run in half.
+    # The keys of `default_amp_policy` let all matmuls run in half precision. If no key
+    # decides, the user's own policy lacks a key, which is no choice.
     is_default = decision.origin is Origin.DEFAULT and decision.key != "amp_stop"
     if row.is_in_fp8 or visit.why.is_by_key and not is_default:
         return ""

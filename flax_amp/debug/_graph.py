@@ -1,4 +1,4 @@
-"""The graph of a rewritten program: what makes a value, and what reads it.
+"""The graph of a rewritten program: the makers and the readers of each value.
 
 A value is a variable at a place: a function that is called twice has its variables
 twice. The graph goes through calls, branches and loops. Where the plan of `amp` is
@@ -6,7 +6,7 @@ known, each step of the graph has the row and the plan of its equation. In
 
     h = dot x w                              a step, in half precision
     s, ys = scan[c' = add c h; y = sin c']   `s` is `c'` of the body; `c` is `c'`, too
-    l = reduce_sum s                         a step; `sin` is none that it depends on
+    l = reduce_sum s                         a step, which does not depend on `sin`
 
 `behind(l)` yields `reduce_sum`, `add` and `dot`.
 """
@@ -27,9 +27,11 @@ from flax_amp._rewriter.primitives import bodies
 from flax_amp._training.dependence import CALLS
 from flax_amp.debug._record import Visit
 
-Place = tuple[Any, ...]  # the `id` of each equation around, and which body it is
+# For each equation around, outermost first: its `id`, and the number of its body.
+Place = tuple[Any, ...]
 
-# Calls of calls of calls may make millions of equations: what is left is as a whole.
+# Calls within calls may make millions of equations. Beyond this number of steps, or of
+# equations around, an equation with bodies is a single step.
 _MOST_STEPS, _DEEPEST = 200_000, 60
 _CALLS = CALLS | {"shard_map"}
 
@@ -42,17 +44,17 @@ class Value(NamedTuple):
 
     @property
     def is_float(self) -> bool:
-        """Whether it has numbers that can be rounded."""
+        """Whether the value has numbers that can be rounded."""
         return jnp.issubdtype(getattr(self.v.aval, "dtype", jnp.int32), jnp.inexact)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """An equation without bodies, or one that runs as a whole."""
+    """An equation without bodies, or an equation that runs as a whole."""
 
     eqn: Eqn
     place: Place
-    visit: Visit | None  # with its plan, where `amp` has planned it
+    visit: Visit | None  # with the plan of the equation; `None` if `amp` planned none
 
     @property
     def name(self) -> str:
@@ -60,17 +62,17 @@ class Step:
         return self.eqn.primitive.name
 
     def values(self, atoms: Iterable[Atom]) -> list[Value]:
-        """Returns operands or results that are no literals."""
+        """Returns the values of operands or results, without literals."""
         return [Value(self.place, v) for v in variables(atoms)]
 
     @property
     def operands(self) -> list[Value]:
-        """What it reads, without literals."""
+        """The values that the equation reads, without literals."""
         return self.values(self.eqn.invars)
 
     @property
     def results(self) -> list[Value]:
-        """What it gives."""
+        """The results of the equation."""
         return self.values(self.eqn.outvars)
 
 
@@ -78,21 +80,23 @@ Follow = Callable[[Step], Iterable[Value]]
 
 
 class Graph:
-    """The graph of a program, made of what the emitter has told."""
+    """The graph of a program, made of the visits that the emitter has recorded."""
 
     def __init__(self, visits: Sequence[Visit]):
         self.steps: list[Step] = []  # in the order of the program
         self.maker: dict[Value, Step] = {}
-        # What a value is under other names, such as in a body.
+        # For a value, the values with the same numbers that the value comes from, such
+        # as the operand of a call for the input of its body.
         self.is_also: dict[Value, list[Value]] = defaultdict(list)
-        self._decides: dict[Value, list[Value]] = defaultdict(list)  # as an index does
+        # For a condition or an index, the results of the loop or of the branches.
+        self._decides: dict[Value, list[Value]] = defaultdict(list)
         self._visits: dict[tuple[int, ...], list[Visit]] = defaultdict(list)
         for visit in visits:
             if visit.whole is None:
                 self._visits[tuple(map(id, visit.around))].append(visit)
         self.inputs: list[Value] = []
         self.results: list[Value | None] = []  # `None` for a literal
-        # What is known of constants.
+        # The arrays of constants.
         self.consts: dict[Value, Any] = {}
         if self._visits[()]:
             program = self._visits[()][0].why.plan.flow.program
@@ -106,7 +110,10 @@ class Graph:
     # --- walks -----------------------------------------------------------------------
 
     def behind(self, values: Iterable[Value], follow: Follow) -> Iterator[Step]:
-        """Yields what makes values, and what makes those operands that are followed."""
+        """Yields the steps behind values: their makers, and the makers of operands.
+
+        `follow` chooses the operands of a step that are followed.
+        """
         seen: set[Value] = set()
         left = list(values)
         while left:
@@ -121,7 +128,7 @@ class Graph:
                 left += follow(step)
 
     def sources(self, value: Value) -> list[Value]:
-        """Returns what a value is: results of steps, inputs and constants."""
+        """Returns the origins of a value: results of steps, inputs and constants."""
         found, seen, left = [], {value}, [value]
         while left:
             value = left.pop()
@@ -134,7 +141,7 @@ class Graph:
         return found
 
     def ahead(self, values: Iterable[Value]) -> set[Value]:
-        """Returns all that depends on some values, by number or by decision."""
+        """Returns all values that depend on some values, by number or by decision."""
         seen: set[Value] = set()
         left = list(values)
         while left:
@@ -182,7 +189,7 @@ class Graph:
                 found[value] += step.results
         return found
 
-    # --- how it is made --------------------------------------------------------------
+    # --- construction ----------------------------------------------------------------
 
     def _enter(
         self, place: Place, around: tuple[int, ...], visits: Sequence[Visit]
@@ -203,7 +210,10 @@ class Graph:
             self.maker |= dict.fromkeys(step.results, step)
 
     def _add_bodies(self, eqn: Eqn, place: Place, around: tuple[int, ...]) -> bool:
-        """Adds the bodies of a call, a branch or a loop; says whether it is one."""
+        """Adds the bodies of a call, a branch or a loop.
+
+        Returns whether the equation is entered: if not, the equation is a step.
+        """
         if len(self.steps) > _MOST_STEPS or len(around) > _DEEPEST:
             return False
         name, params, operands = eqn.primitive.name, eqn.params, list(eqn.invars)
@@ -227,7 +237,7 @@ class Graph:
             inputs, results = enter(params["body_jaxpr"], operands[first:])
             self._again(inputs[second:], results, places[0])
             self._same(outs, place, results, places[0])
-            self._same(outs, place, carries, place)  # it may run no step
+            self._same(outs, place, carries, place)  # a loop may run no iteration
             asked, (is_next,) = enter(
                 params["cond_jaxpr"], [*operands[:first], *carries]
             )
@@ -243,7 +253,8 @@ class Graph:
         elif name in _CALLS and bodies(eqn):
             (body,) = bodies(eqn)
             jaxpr, _ = open_jaxpr(body)
-            # What the rule of a custom derivative closes over comes first.
+            # The first operands are the values that the rule of a custom derivative
+            # closes over. The body does not have them as inputs.
             offset = len(operands) - len(jaxpr.invars)
             if offset < 0 or len(jaxpr.outvars) != len(outs):
                 return False
@@ -261,7 +272,7 @@ class Graph:
         place: Place,
         around: tuple[int, ...],
     ) -> tuple[Sequence[Var], Sequence[Atom]]:
-        """Adds a body, planned or as it was written; returns inputs and results."""
+        """Adds a body, planned or as written; returns its inputs and results."""
         jaxpr, consts = open_jaxpr(body)
         self._same(jaxpr.invars, place, operands, outer)
 
@@ -284,7 +295,7 @@ class Graph:
     def _same(
         self, atoms: Sequence[Atom], place: Place, others: Sequence[Atom], other: Place
     ) -> None:
-        """Says of each variable that it is another one as well."""
+        """Records that each variable has the numbers of a variable at another place."""
         for v, x in zip(atoms, others, strict=True):
             if not isinstance(v, Literal) and not isinstance(x, Literal):
                 self.is_also[Value(place, v)].append(Value(other, x))
@@ -292,13 +303,13 @@ class Graph:
     def _again(
         self, carries: Sequence[Var], results: Sequence[Atom], at: Place
     ) -> None:
-        """Says that carries are what the step before has given."""
+        """Records that carries are results of the iteration before."""
         self._same(carries, at, results[: len(carries)], at)
 
     def _decide(
         self, conditions: Sequence[Atom], at: Place, outs: Sequence[Atom], place: Place
     ) -> None:
-        """Says that conditions decide what the results are."""
+        """Records that the results depend on conditions, as on an index."""
         for v in variables(conditions):
             values = [Value(place, x) for x in variables(outs)]
             self._decides[Value(at, v)] += values

@@ -1,4 +1,4 @@
-"""`measure`: what a step takes in float32, bfloat16 and float16, side by side."""
+"""`measure`: time and memory of a step in float32, bfloat16 and float16."""
 
 import dataclasses
 import functools
@@ -29,21 +29,21 @@ _PRECISIONS: dict[str, Precision] = {
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What a step takes in one dtype."""
+    """Time and memory of a step in a dtype."""
 
     compile_s: float  #: seconds of tracing and compiling
-    step_ms: float  #: from the call to the end, the least of all that were timed
+    step_ms: float  #: from the call to the end, the least of all timed steps
     temp_mb: float | None  #: temporary memory on each device, if the backend tells
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Measurement(Report):
-    """What `flax_amp.debug.measure` found. It prints as a table."""
+    """The figures that `flax_amp.debug.measure` found, which print as a table."""
 
     platform: str  #: of the devices, such as "gpu"
-    devices: str  #: how many there are, and of which kind
-    steps: int  #: how many steps in each dtype were timed
-    figures: dict[str, Figures]  #: what a step takes, by the name of the dtype
+    devices: str  #: the number of devices, and their kind
+    steps: int  #: the number of steps that were timed in each dtype
+    figures: dict[str, Figures]  #: time and memory of a step, by the name of the dtype
 
     def _parts(self, only: str | None = None) -> Iterator[Block]:
         yield f"{self.name} on {self.devices}, the least of {self.steps} steps"
@@ -52,7 +52,7 @@ class Measurement(Report):
         yield table(headers, ([name, *self._cells(name)] for name in self.figures))
 
     def _cells(self, name: str) -> Iterator[str]:
-        """Yields each figure with its ratio to that of float32."""
+        """Yields each figure with its ratio to the figure in float32."""
         base = self.figures["float32"]
         for field, value in vars(self.figures[name]).items():
             shown = "-" if value is None else f"{value:.3g}"
@@ -63,23 +63,23 @@ class Measurement(Report):
 
 @tool
 def measure(call: Call, *, steps: int = 20) -> Measurement:
-    """Measures what a step takes in float32, bfloat16 and float16, on this device.
+    """Measures a step in float32, bfloat16 and float16, on this device.
 
-    Of a state, it is the step of `make_train_step`; of a function, and of a pair
-    `(model, optimizer)`, it is the loss with its gradient. It is called as
-    `flax_amp.explain`, and takes its options, with arrays that have values.
+    For a state, the step of `make_train_step` is measured. For a function, and for a
+    pair `(model, optimizer)`, the loss with its gradient is measured. The call and the
+    options are as for `flax_amp.explain`, with arrays that have values.
 
     Sharp edges:
       The device must have room for the state twice. With a persistent compilation
-      cache, `compile_s` is the time of reading from it.
+      cache, `compile_s` is the time of reading from the cache.
 
     Args:
-      steps: how many steps to time in each dtype, after one to warm up. The dtypes
-        take turns, and each round begins one dtype later, so that what else the
-        machine does affects all of them.
+      steps: how many steps to time in each dtype, after a step to warm up. The dtypes
+        take turns, and each round begins a dtype later, so that a further load of the
+        machine affects all dtypes alike.
 
     Returns:
-      A `Measurement`, or a function that returns one. Print it.
+      A `Measurement`, or a function that returns a `Measurement`. Print the result.
 
     Raises:
       TypeError: if an argument is of a wrong kind, or abstract.
@@ -102,9 +102,10 @@ def measure(call: Call, *, steps: int = 20) -> Measurement:
         start = time.perf_counter()
         compiled[name] = program.lower(*args).compile(), args
         compile_s[name] = time.perf_counter() - start
+    # The first round warms up, and is not counted.
     for name in _turns(steps + 1):
         run, args = compiled[name]
-        # A step deletes the state that it is given.
+        # A step deletes its state, so each step gets a copy.
         args = jax.block_until_ready(jax.tree.map(_tree.own, args))
         start = time.perf_counter()
         jax.block_until_ready(run(*args))
@@ -113,7 +114,7 @@ def measure(call: Call, *, steps: int = 20) -> Measurement:
     for name, (run, _) in compiled.items():
         memory = run.memory_analysis()
         temp_mb = None if memory is None else memory.temp_size_in_bytes / 1e6
-        least = min(step_ms[name][1:])  # the first round warms up
+        least = min(step_ms[name][1:])
         figures[name] = Figures(compile_s[name], least, temp_mb)
     shardings = jax.tree.leaves(compiled["float32"][0].input_shardings)
     devices = [*set().union(*(x.device_set for x in shardings))]
@@ -129,7 +130,7 @@ def measure(call: Call, *, steps: int = 20) -> Measurement:
 
 
 def _turns(rounds: int) -> Iterator[str]:
-    """Yields the dtypes once in each round, which begins one dtype later each time."""
+    """Yields the dtypes once in each round; each round begins a dtype later."""
     names = [*_PRECISIONS]
     for turn in range(rounds):
         first = turn % len(names)
@@ -143,7 +144,7 @@ def _about_a_cpu() -> tuple[str, ...]:
 
 
 def _program(call: Call, precision: Precision) -> tuple[Any, tuple[Any, ...]]:
-    """Returns what is timed, a step or a loss with its gradient, and its arguments."""
+    """Returns a step, or a loss with its gradient, and the arguments for a call."""
     asked, state, entries = call.asked, call.asked.holder, call.asked.entries
     reduces: Any = dict(reduce_in_float32=asked.reduce_in_float32)
     if not isinstance(state, AmpTrainState):

@@ -1,4 +1,4 @@
-"""`find_nonfinite`: which equation made an inf or a NaN, why, and what to do."""
+"""`find_nonfinite`: which equation made an inf or a NaN, why, and the remedy."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -21,35 +21,38 @@ from flax_amp.policy import Policy, default_amp_policy
 
 Verdict = Literal["nothing", "inputs", "scale", "precision", "mathematics"]
 
-_MAX_AT_FAULT = 8  # parts that are at fault one after the other
+# At most this many parts that are at fault one after the other: each of them takes a
+# run equation by equation.
+_MAX_AT_FAULT = 8
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class NonfiniteReport(Report):
     """Where an inf or a NaN comes from. Made by `flax_amp.find_nonfinite`.
 
-    The verdict is `nothing` if loss, gradients and updated variables are finite;
-    `inputs` if an argument was not; `scale` if only the gradients are not, and with a
-    scale of 1 they are; `precision` if all is finite in float32; else `mathematics`.
+    The verdict is `nothing` if the loss, its gradients and the updated variables are
+    finite; `inputs` if an argument was not finite; `scale` if only the gradients are
+    not finite, and with a scale of 1 they are finite; `precision` if all results are
+    finite in float32; and `mathematics` otherwise.
     """
 
     compute_dtype: str  #: the dtype of low-precision values
     scale: float  #: the loss scale of this run
     verdict: Verdict
-    advice: str  #: what to do
-    #: The equation, unless an argument alone is the cause. If it is mathematics, it is
-    #: that of a run in float32.
+    advice: str  #: the remedy, as text
+    #: The equation that is the cause; `None` if an argument alone is the cause. If the
+    #: verdict is `mathematics`, the equation was found in a run in float32.
     finding: Finding | None = None
-    #: The arguments that have led to it, by their path (`batch/image`), and what of inf
-    #: and NaN they hold.
+    #: The arguments that have led to the inf or the NaN, by their path (`batch/image`),
+    #: each with a text that says which of inf, -inf and NaN the argument holds.
     inputs: dict[str, str] = dataclasses.field(default_factory=dict)
-    #: The examples of the batch that have it, at most 64; empty if no axis is known to
-    #: be that of the batch.
+    #: The examples of the batch that have the inf or the NaN, at most 64; empty if no
+    #: axis is known to be the axis of the batch.
     examples: tuple[int, ...] = ()
     reached: tuple[str, ...] = ()  #: `loss`, `gradient of params/Dense_0/kernel`
     #: The modules in float32 with which a run was finite, to add to the policy.
     policy: dict[str, str] = dataclasses.field(default_factory=dict)
-    lines: tuple[str, ...] = ()  #: lines outside of modules, likewise
+    lines: tuple[str, ...] = ()  #: the lines outside of modules, likewise in float32
 
     def _parts(self, only: str | None = None) -> Iterator[str]:
         scale = "" if self.scale == 1 else f", scale {self.scale:g}"
@@ -74,7 +77,7 @@ class NonfiniteReport(Report):
 
 
 def _words(examples: tuple[int, ...]) -> str:
-    """Returns `example 3 of the batch`, or the list of several."""
+    """Returns `example 3 of the batch`, or a list of several examples."""
     shown = first_of([*map(str, examples)], 8)
     return f"example{'s' * (len(examples) > 1)} {shown} of the batch"
 
@@ -84,23 +87,24 @@ def find_nonfinite(call: Call, *, scale: Any = None) -> NonfiniteReport:
     """Finds the equation that made the inf or the NaN in a loss or its gradient.
 
     The program that `amp` emits runs once, outside of `jit`, one equation after the
-    other, each in its own dtype. An inf or a NaN counts only if it reaches the loss, a
-    gradient or an updated variable, so masks of `-inf` are no false alarm. Further runs
-    tell precision from mathematics, and try a policy that fixes it. It is called as
-    `flax_amp.explain`, and takes its options, with arrays that have values; a loss may
-    return `(loss, aux)`.
+    next, each equation in its own dtype. An inf or a NaN counts only if it reaches the
+    loss, a gradient or an updated variable, so masks of `-inf` are no false alarm.
+    Further runs tell precision from mathematics, and try a policy that fixes the fault.
+    The function is called as `flax_amp.explain` is, with the same options, but the
+    arrays must have values. A loss may return `(loss, aux)`.
 
     Sharp edges:
       XLA may compute fused code with more range than its dtypes have. Then a compiled
       step can be finite where this run is not. Callbacks and `jax.debug.print` run
-      again. The whole batch runs in one pass, also if the step splits it.
+      again. The whole batch runs in one pass, also if the step splits the batch.
 
     Args:
-      scale: what the loss is multiplied by; by default the scale of the state or the
-        optimizer, or 1.
+      scale: the factor that the loss is multiplied by; by default the scale of the
+        state or the optimizer, or 1.
 
     Returns:
-      A `NonfiniteReport`, or a function that returns one. Print it.
+      A `NonfiniteReport`, or a function that returns a `NonfiniteReport`. Print the
+      report.
 
     Raises:
       TypeError: if an argument is of a wrong kind, or abstract.
@@ -120,14 +124,15 @@ def find_nonfinite(call: Call, *, scale: Any = None) -> NonfiniteReport:
 
 
 class _Diagnosis:
-    """Finds the cause of one inf or NaN."""
+    """Finds the cause of an inf or a NaN."""
 
     def __init__(self, call: Call, scale: float):
         self._asked, self._call, self._scale = call.asked, call, scale
         self._trials = Trials(call)
         trained = call.trained()
         self._wrt = [f"gradient of {x}" for x in _tree.pick(call.paths, trained)]
-        # Training writes the first argument, or the state; the rest is data.
+        # Training writes the first argument, or the state; all other arguments hold
+        # data.
         arguments = [path.split("/")[0] for path in call.paths]
         first = arguments[trained.index(True)]
         self._is_batch = [a not in (first, "state") for a in arguments]
@@ -135,8 +140,8 @@ class _Diagnosis:
         sizes = [x.shape[0] for x in _tree.pick(call.arrays, is_last) if x.ndim]
         self._batch_size = max(sizes, key=sizes.count, default=None)
         self._trained_shapes = {x.shape for x in _tree.pick(call.arrays, trained)}
-        # Additive masks of the batch hold -inf. An argument of the program has the
-        # next number: the scale is the first.
+        # Additive masks of the batch hold -inf, so -inf alone is no fault there. The
+        # scale is argument 0 of the program, so array `i` is argument `i + 1`.
         self._faults = {
             i + 1
             for i, x in enumerate(call.arrays)
@@ -144,19 +149,20 @@ class _Diagnosis:
         }
 
     def _examples(self, bad: Any) -> tuple[int, ...]:
-        """Returns the examples that carry something bad, if the first axis has them."""
+        """Returns the examples marked in `bad`, if its first axis is the batch."""
         if bad.shape[:1] != (self._batch_size,) or bad.shape in self._trained_shapes:
             return ()
         found = np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))
         return tuple(map(int, found[:64]))
 
     def _programs(self, traced: TracedCall) -> list[Runner]:
-        """Returns the loss in a precision, and the loss with its gradient."""
+        """Returns two programs: the loss, and the loss with its gradient."""
         reduces = self._call.asked.reduce_in_float32
 
         def loss(arrays: Sequence[Array]) -> Any:
-            # Recomputation changes no number. In float32 nothing changes, but the rules
-            # of custom derivatives get their own source lines.
+            # Recomputation changes no number, so the program leaves recomputation out.
+            # In float32 `emit` casts nothing, but gives the rules of custom derivatives
+            # their own source lines.
             outs = traced.emit(arrays, recompute=False, reduce_in_float32=reduces)
             return traced.rebuild(outs)[0]
 
@@ -174,7 +180,7 @@ class _Diagnosis:
         ]
 
     def _first_cause(self, programs: list[Runner], scale: float) -> Cause | None:
-        """Runs the forward pass and, only if that is finite, the gradient."""
+        """Runs the loss and, only if the forward pass is finite, its gradient."""
         arrays = [jnp.float32(scale), *self._call.arrays]
         names = ["the scale", *self._call.paths]
         for program in programs:
@@ -195,6 +201,7 @@ class _Diagnosis:
         if fault is None:
             limited = dict.fromkeys(what for run in programs for what in run.limited)
             notes = [_LIMITED.format(what, asked.dtype) for what in limited]
+            # By default, the scaler halves the scale if gradients alone are not finite.
             notes += [_SKIPPED.format(2 * scale)] * (scale == asked.scale(None) != 1)
             return self._make("nothing", _NOTHING, Cause((0, 0)), notes=tuple(notes))
         if fault.arguments & self._faults:
@@ -208,7 +215,7 @@ class _Diagnosis:
             left = self._first_cause(programs, scale)
             if left is None:
                 return self._precision(fault)
-            fault = left  # what no precision fixes
+            fault = left  # no precision fixes this cause
         return self._make("mathematics", _advice(fault), fault)
 
     def _make(
@@ -243,12 +250,14 @@ class _Diagnosis:
         """Looks for a few parts of the program that are enough in float32."""
         asked, trials, finding = self._asked, self._trials, fault.finding
 
-        # The scaler lowers its scale, so that trials need none.
+        # The scaler lowers its scale, so the trials run with a scale of 1.
         def is_enough(parts: Sequence[Part]) -> bool:
             return bool(parts) and trials.run(parts).is_finite
 
         every, root = trials.parts(), Part(finding.path if finding else "")
-        # The fault may be the victim of another part, or only the root is enough.
+        # The part with the fault may only be the victim of another part: so all parts
+        # are tried next. At last the module of the fault is tried, because the root
+        # module is no part.
         tried = self._one_by_one(fault, every), every, [root] if root.path else []
         enough = next(filter(is_enough, tried), None)
         wider = [_WIDER] * (asked.dtype == jnp.float16)
@@ -262,7 +271,7 @@ class _Diagnosis:
         return self._make("precision", text, fault, policy=policy, lines=lines)
 
     def _one_by_one(self, fault: Cause | None, every: Sequence[Part]) -> list[Part]:
-        """Returns the part at fault, the one that is at fault without it, and so on."""
+        """Returns parts at fault in order, each found with the earlier in float32."""
         parts: list[Part] = []
         while fault and fault.finding and len(parts) < _MAX_AT_FAULT:
             both = Part(fault.finding.path), Part("", fault.finding.source)
@@ -275,7 +284,7 @@ class _Diagnosis:
         return parts
 
 
-# --- what to do ----------------------------------------------------------------------
+# --- advice --------------------------------------------------------------------------
 
 _NOTHING = "The loss, its gradients and the updated variables are finite."
 _LIMITED = (
@@ -316,7 +325,7 @@ _DERIVATIVE = (
 
 
 def _advice(fault: Cause) -> str:
-    """Returns what to do about an equation that is not finite in float32 either."""
+    """Returns the advice for a cause that is not finite in float32 either."""
     finding = fault.finding
     if finding is None:
         remedy = "look at the arguments"

@@ -1,4 +1,4 @@
-"""Which parameters can be stored in half precision, as `explain` tells it."""
+"""The rows of `explain` about parameters that can be stored in half precision."""
 
 import dataclasses
 
@@ -8,7 +8,8 @@ from flax_amp.debug._call import Call
 from flax_amp.debug._record import Location
 from flax_amp.policy import Policy
 
-# What primitives of this package are in the user's program.
+# The primitives of this package, and the primitives of the user's program that they
+# replace. Messages name the primitive of the user's program.
 _AS_WRITTEN = {
     "flax_amp_spread": "broadcast_in_dim",
     "flax_amp_fp8_dot": "dot_general",
@@ -21,18 +22,19 @@ _TOLD = {
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A float32 array of the first argument, and how it can be stored."""
+    """A float32 array of the first argument, and whether half precision is enough."""
 
     path: str  #: such as `params/Dense_0/kernel`
-    nbytes: int  #: in float32
+    nbytes: int  #: the size in float32
     is_half: bool  #: whether half precision gives the same results, bit for bit
-    reason: str  #: why it stays float32; empty if it is half
+    reason: str  #: why the parameter stays float32; empty if `is_half`
 
 
 def parameters_of(call: Call) -> tuple[Parameter, ...]:
-    """Returns the float32 arrays of the first argument of a call."""
+    """Returns a row for each float32 array of the first argument of a call."""
     asked = call.asked
-    argnums = range(len(call.arguments[0]))[:1]  # none if all are passed by name
+    # Without positional arguments, there is no first argument.
+    argnums = range(len(call.arguments[0]))[:1]
     policy = Policy(asked.entries)
     found = half_params.find_parameters(call, policy, asked.dtype, argnums)
     arrays = dict(
@@ -47,7 +49,7 @@ def parameters_of(call: Call) -> tuple[Parameter, ...]:
 
 
 def _why(found: half_params.Parameter) -> str:
-    """Says why a parameter stays float32, with the equation that reads it."""
+    """Says why a parameter stays float32, and names the equation that is the reason."""
     reason, reader = found.reason, found.reader
     if reason is None:
         return ""

@@ -1,9 +1,10 @@
-"""What the CPU of this machine can compute in half precision."""
+"""The instructions of this machine's CPU that compute in half precision."""
 
 import pathlib
 
-# What Linux calls the instructions that compute in a dtype; those of ARM come last.
-# Instructions that only convert, as f16c, are none of them.
+# The names that Linux gives to the instructions that compute in a dtype; the name of
+# the ARM instructions is last in each row. Instructions that only convert, such as
+# f16c, are left out, because arithmetic with them still runs in float32.
 _INSTRUCTIONS = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "asimdhp"),
@@ -14,8 +15,8 @@ _CPUINFO = pathlib.Path("/proc/cpuinfo")
 def half_instructions() -> dict[str, list[str]] | None:
     """Returns the instructions of this CPU by dtype.
 
-    It is `None` where there is no `/proc/cpuinfo` to read. A CPU without such
-    instructions has `{"bfloat16": [], "float16": []}`.
+    The result is `None` where there is no `/proc/cpuinfo` to read. For a CPU without
+    such instructions, the result is `{"bfloat16": [], "float16": []}`.
     """
     if not _CPUINFO.exists():
         return None
@@ -27,7 +28,10 @@ def half_instructions() -> dict[str, list[str]] | None:
 
 
 def about_cpu(found: dict[str, list[str]] | None) -> list[str]:
-    """Returns sentences, without a period, about a CPU with such instructions."""
+    """Returns sentences, without a period, about the instructions of a CPU.
+
+    `found` is the result of `half_instructions`.
+    """
     if found is None:
         return ["whether this CPU has instructions for half precision is not known"]
     there = [f"{', '.join(x)} for {dtype}" for dtype, x in found.items() if x]

@@ -1,9 +1,9 @@
-"""Rows: what the emitter records of each equation, and what the backward pass stores.
+"""Rows about the emitted equations, and the bytes that the backward pass stores.
 
 The scopes around an equation tell its module. Flax opens the scope `embed.attend` for
-the method `attend` of the module `embed`: a name with one dot is that of a method, as
-it is for the keys of a policy. A name with more dots, such as `eqx.nn.Linear`, is one
-name.
+the method `attend` of the module `embed`. So a name with one dot names a module and a
+method, as in the keys of a policy. A name with more dots, such as `eqx.nn.Linear`,
+names a module alone.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ from flax_amp._training.source_lines import line_of
 from flax_amp._tree import fill, pick
 from flax_amp.debug._report import is_half, short
 
-# What they run is all that there is to tell about them.
+# These primitives only run a body: the rows of the body tell everything about them.
 TRANSPARENT = CALLS | {"shard_map", "custom_vmap_call"}
-# They run in dtypes of their own, because a key or a fact says so.
+# Equations in these roles run in dtypes of their own, because a key or a fact says so.
 _IN_OWN_DTYPES = (Kind.ORIGINAL, Kind.CALLED)
-# Their bodies, such as the comparison of a sort, are no part of what a reader sees.
+# The bodies of these primitives, such as the comparison of a sort, get no rows.
 _CASTABLE = (Kind.MATMUL, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
 
 
@@ -42,7 +42,7 @@ class Dtypes:
     results: tuple[str, ...]
 
     def __str__(self) -> str:
-        # Equal ones are written once: `bf16 -> f32`.
+        # Equal dtypes are written once: `bf16 -> f32`.
         sides = (dict.fromkeys(map(short, x)) for x in (self.operands, self.results))
         return " -> ".join(",".join(side) or "()" for side in sides)
 
@@ -51,34 +51,38 @@ class Dtypes:
 class Equation:
     """One equation of the user's function.
 
-    All numbers are those of one call of the function: what stands in a loop is
-    multiplied by the length of the loop.
+    All numbers are totals of one call of the function: the numbers of an equation in a
+    loop are multiplied by the length of the loop.
     """
 
-    path: str  #: the module, or the scope, that it stands in
+    path: str  #: the module, or the scope, around the equation
     primitive: str
-    before: Dtypes  #: as the user wrote it
-    after: Dtypes  #: under `amp`
-    reason: str  #: the rule or the policy key that decided what it computes in
-    result: str  #: what became of its result, such as that a matmul reads it rounded
-    times: int  #: how often it runs; the body of a `while` counts once
-    flops: int  #: of a matmul or a convolution
+    before: Dtypes  #: the dtypes in the user's program
+    after: Dtypes  #: the dtypes under `amp`
+    reason: str  #: the rule or the policy key that decided the dtypes
+    result: str  #: the form of the result for its readers, such as rounded for a matmul
+    times: int  #: how often the equation runs; the body of a `while` counts once
+    flops: int  #: the operations of a matmul or a convolution
     source: str  #: the line of the user's code, with its file
-    #: whether its result is float32 as that of a sum, or because a key says so
+    #: whether the result is float32 because the equation is a sum, or because a key
+    #: says so
     stays_by_rule: bool = False
-    #: whether its factors are rounded to 8-bit floats; `None` if no key asks for it
+    #: whether the factors are rounded to 8-bit floats; `None` if no key asks for fp8
     is_in_fp8: bool | None = None
 
     @property
     def computes_in(self) -> str:
-        """The dtype that it computes in, that of its floats as it reads them."""
+        """The dtype of the computation: the first float dtype, operands before results.
+
+        Without floats, this is the dtype of the first result.
+        """
         operands, results = self.after.operands, self.after.results
         floats = [dtype for dtype in (*operands, *results) if "float" in dtype]
         return next(iter((*floats, *results, *operands)), "")
 
     @property
     def is_low(self) -> bool:
-        """Whether an operand arrives in half precision; of a matmul, both factors."""
+        """Whether an operand is in half precision; for a matmul, both factors."""
         if kind_of(self.primitive) is Kind.MATMUL:
             factors = float_factors(self.after.operands)
             return bool(factors) and all(map(is_half, factors))
@@ -86,23 +90,23 @@ class Equation:
 
 
 def low_share(rows: Sequence[Equation]) -> float | None:
-    """Returns the share of matmuls in half or fp8; `None` if there are none."""
+    """Returns the share of matmuls in half or fp8; `None` without matmuls of floats."""
     flops = sum(row.flops for row in rows)
     low = sum(row.flops for row in rows if row.is_low or row.is_in_fp8)
     return low / flops if flops else None
 
 
-# --- where an equation stands --------------------------------------------------------
+# --- the place of an equation --------------------------------------------------------
 
-# Scopes that JAX opens around what a backward pass computes again.
+# Scopes that JAX opens around the equations that a backward pass computes again.
 _OF_CHECKPOINTS = ("checkpoint", "rematted_computation")
 
 
 def scopes_of(eqn: Eqn) -> tuple[str, ...]:
     """Returns the scopes around an equation in its jaxpr, for `module_path`.
 
-    What stands inside of a transformation may repeat what is around it: it is listed
-    once.
+    The scopes inside of a transformation may repeat the scopes around it: repeated
+    scopes are listed once.
     """
     scopes: list[str] = []
     for kind, entries in itertools.groupby(_source.scopes(eqn), type):
@@ -111,19 +115,19 @@ def scopes_of(eqn: Eqn) -> tuple[str, ...]:
         scopes = group if group[: len(scopes)] == scopes else scopes + group
     half = len(scopes) // 2
     if eqn.primitive.name == "remat2" and scopes[:half] == scopes[half:]:
-        scopes = scopes[:half]  # what is computed again
+        scopes = scopes[:half]  # a recomputation repeats the scopes
     return tuple(scopes)
 
 
 def is_derivative(eqn: Eqn) -> bool:
-    """Whether an equation is one of a gradient that the user's own function takes."""
-    entries = _source.scopes(eqn)  # of transformations, too
+    """Whether an equation belongs to a gradient that the user's own function takes."""
+    entries = _source.scopes(eqn)  # including the entries of transformations
     named = (type(x).__name__ for x in entries if x.name == "transpose")
     return any(name != "Scope" for name in named)
 
 
 def module_path(scopes: tuple[str, ...]) -> str:
-    """Returns the path of modules that scopes mean, without the names of methods."""
+    """Returns the path of modules that scopes name, without the names of methods."""
     names: list[str] = []
     was_method = False
     for segment in "/".join(scopes).split("/"):
@@ -132,7 +136,8 @@ def module_path(scopes: tuple[str, ...]) -> str:
         name, method = split_method(segment)
         if split_method(name)[1]:  # `eqx.nn.Linear`
             name, method = segment, ""
-        # A method that calls another one of its own module, as Flax's RNN does.
+        # A module is named once where a method calls another method of the same module,
+        # as Flax's RNN does.
         if not ((method or was_method) and names and names[-1] == name):
             names.append(name)
         was_method = bool(method)
@@ -140,10 +145,11 @@ def module_path(scopes: tuple[str, ...]) -> str:
 
 
 class Location(NamedTuple):
-    """Where a jaxpr or an equation stands."""
+    """The place of a jaxpr or an equation in a program."""
 
-    eqns: tuple[Eqn, ...] = ()  # those around it, and the equation, outermost first
-    inside: tuple[str, ...] = ()  # loops and the like around it, outermost first
+    # The equations around the place and, for an equation, the equation itself last.
+    eqns: tuple[Eqn, ...] = ()
+    inside: tuple[str, ...] = ()  # loops, branches and devices around, outermost first
 
     @property
     def path(self) -> str:
@@ -152,7 +158,7 @@ class Location(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The line of the user's code; if it is not known, that of what is around."""
+        """The user's line; if unknown, the line of the next equation around."""
         return next(filter(None, map(source_text, reversed(self.eqns))), "")
 
     def of(self, eqn: Eqn) -> "Location":
@@ -160,12 +166,12 @@ class Location(NamedTuple):
         return self._replace(eqns=(*self.eqns, eqn))
 
     def noted(self, note: str) -> "Location":
-        """Returns the location of one iteration of a loop, or of one branch."""
+        """Returns this location inside of an iteration or a branch, named by `note`."""
         return self._replace(inside=(*self.inside, note))
 
 
 def source_text(eqn: Eqn) -> str:
-    """Returns the file and the line of the user's code, or nothing."""
+    """Returns the file and the line of the user's code; empty if unknown."""
     line = line_of(eqn)
     return "" if line is None else str(line)
 
@@ -174,18 +180,19 @@ def source_text(eqn: Eqn) -> str:
 
 
 class Visit(NamedTuple):
-    """A row, with what else is known of its equation."""
+    """A row with its equation, and how and where the emitter ran that equation."""
 
     row: Equation
-    eqn: Eqn  # as the user wrote it
+    eqn: Eqn  # the equation in the user's program
     why: Any  # the emitter's `Choice`
-    around: tuple[Eqn, ...] = ()  # the equations around it, outermost first
-    # The equation around it that runs as a whole; `why` is its choice then.
+    around: tuple[Eqn, ...] = ()  # the equations around `eqn`, outermost first
+    # The equation around `eqn` that runs as a whole. In a loop that runs as a whole,
+    # `why` has the reason of `eqn` itself; otherwise `why` is the choice of `whole`.
     whole: Eqn | None = None
 
     @property
     def is_planned_half(self) -> bool:
-        """Whether others read its first result in half precision."""
+        """Whether the first result is in half precision for its readers."""
         form = (
             self.why.plan.forms.get(self.eqn.outvars[0]) if self.eqn.outvars else None
         )
@@ -196,13 +203,15 @@ class Recorder:
     """Collects rows of the user's equations; an instance is the emitter's `record`."""
 
     def __init__(self, choose: Any = None) -> None:
-        self._choose = choose  # the `Chooser`, for the reasons of what is in loops
+        self._choose = choose  # the `Chooser`, for the reasons of equations in loops
         self.visits: list[Visit] = []  # in the order in which they were emitted
-        self._entered: dict[int, Eqn] = {}  # by `id`, which others have if it is gone
+        # The equations whose bodies the emitter has entered, by `id`. The dict holds
+        # the equations, because Python gives the `id` of a dead object to a new object.
+        self._entered: dict[int, Eqn] = {}
 
     @property
     def rows(self) -> list[Equation]:
-        """The rows of all but calls, of which the equations inside tell all."""
+        """The rows of all equations but calls: the rows inside of a call tell all."""
         return [x.row for x in self.visits if x.row.primitive not in TRANSPARENT]
 
     def __call__(
@@ -216,8 +225,8 @@ class Recorder:
         row.stays_by_rule = _stays(row, eqn, why)
         self.visits.append(Visit(row, eqn, why, tuple(around)))
         if id(eqn) not in self._entered:
-            # Bodies are called with halves if the equation is, as a `relu` on the way
-            # to a matmul.
+            # Bodies read halves if the equation reads halves, as a `relu` on the way to
+            # a matmul does.
             pairs = zip(row.before.operands, after.operands, strict=True)
             lowered = (y for x, y in pairs if x == "float32" and is_half(y))
             told = why.result
@@ -226,15 +235,16 @@ class Recorder:
     def _add_bodies(self, at: Location, float_: str, result: str, whole: Visit) -> None:
         """Adds the rows of the bodies of an equation that runs as a whole.
 
-        What is told of its result is told of what makes the first one.
+        `result` goes to the row of the body's equation that makes the first result.
         """
         outer, why = at.eqns[-1], whole.why
         if kind_of(outer) in _CASTABLE or outer.primitive.name == "pallas_call":
             return
-        # In a loop without a matmul in half precision, each equation has its reason.
+        # In a loop without a matmul in half precision, each equation has a reason of
+        # its own.
         is_loop = why.role is Kind.STRUCTURED and self._choose is not None
         for body, _ in map(open_jaxpr, inner_jaxprs(outer)):
-            # Of a hi-primitive, a reader asks for the matmuls that it hides.
+            # Of the bodies of a hi-primitive, only a body with a matmul is of interest.
             if hi_name(outer) and not has_matmul(body):
                 continue
             for eqn in body.eqns:
@@ -253,9 +263,10 @@ class Recorder:
 
 
 def _stays(row: Equation, planned: Eqn, why: Any) -> bool:
-    """Whether a result is float32 as that of a sum, or because a key says so.
+    """Whether a result is float32 because of a sum, or because a key says so.
 
-    The plan knows the first result of `planned`, the equation or the one around it.
+    The plan knows the first result of `planned`, which is the equation of the row, or
+    the equation around the row that runs as a whole.
     """
     form = why.plan.forms.get(planned.outvars[0]) if planned.outvars else None
     if form is None or form.is_half:
@@ -282,12 +293,12 @@ def _row(at: Location, after: Dtypes, reason: str, result: str) -> Equation:
 
 
 def dtypes_of(eqn: Eqn, operands: Any = (), results: Any = ()) -> Dtypes:
-    """Returns the dtypes of an equation in its program, or with the given arrays."""
+    """Returns the dtypes of an equation in its program, or of the given arrays."""
     return Dtypes(_dtypes(eqn.invars, operands), _dtypes(eqn.outvars, results))
 
 
 def _dtypes(atoms: Sequence[Any], arrays: Sequence[Any]) -> tuple[str, ...]:
-    """Returns the dtypes of arrays; a number has that of its atom."""
+    """Returns the dtypes of arrays; a Python number has the dtype of its atom."""
     pairs = zip(arrays or atoms, atoms, strict=True)
     return tuple(
         str(getattr(x, "dtype", getattr(v.aval, "dtype", ""))) for x, v in pairs
@@ -295,7 +306,7 @@ def _dtypes(atoms: Sequence[Any], arrays: Sequence[Any]) -> tuple[str, ...]:
 
 
 def float_factors(dtypes: Sequence[str]) -> list[str]:
-    """Returns those of the two factors of a matmul that are real or complex floats."""
+    """Returns the dtypes of a matmul's two factors that are real or complex floats."""
     return [x for x in dtypes[:2] if "float" in x or "complex" in x]
 
 
@@ -315,7 +326,8 @@ def flops(eqn: Eqn) -> int:
         (_, contracting), (_, batch) = dims or eqn.params["dimension_numbers"]
         others, size = {*contracting, *batch, *groups}, left.size
     terms = [n for i, n in enumerate(right.shape) if i not in others]
-    # A multiplication of complex numbers is four of real ones.
+    # A term is a multiplication and an addition: 2 operations. A multiplication of two
+    # complex numbers is four multiplications of real numbers.
     each = 2 * 2 ** sum("complex" in dtype for dtype in factors)
     return each * size * math.prod(terms)
 
@@ -325,9 +337,9 @@ def stored_bytes(
 ) -> dict[str, int]:
     """Returns the bytes that the backward pass of a program stores, by dtype.
 
-    JAX itself decides that: what the forward pass of `jax.vjp` hands to the backward
-    pass is counted, without arguments and constants, which are in memory anyway. The
-    first result is the loss, if that is a scalar.
+    JAX itself decides which arrays to store: the arrays that the forward pass of
+    `jax.vjp` hands to the backward pass are counted, without arguments and constants,
+    which are in memory anyway. The first result is the loss, if that is a scalar.
     """
     sizes: Counter[str] = Counter()
 
@@ -338,7 +350,8 @@ def stored_bytes(
             return outs[:1] if outs and outs[0].ndim == 0 else outs
 
         outs, pullback = jax.vjp(jax.jit(loss), *pick(arrays, trained))
-        # Only its use tells whether there is one: a `while` has none.
+        # The pullback is called because JAX raises the error of a `while`, which has no
+        # reverse derivative, only then.
         pullback(jax.tree.map(jnp.ones_like, outs))
         leaves = {id(x): x for x in jax.tree.leaves(pullback)}
         for key in leaves.keys() - set(map(id, arrays)):

@@ -1,4 +1,4 @@
-"""What all reports share: text, plain data, one table, and words for numbers."""
+"""The base class of all reports, their table, and the words for numbers."""
 
 import dataclasses
 import io
@@ -16,22 +16,22 @@ from rich.text import Text
 # How many characters a table needs to the right of its first column.
 _WIDTH_BESIDE_NAMES = 58
 
-# What a report is made of. A string stays one line, and all else is wrapped.
+# A part of a report. A string stays one line, and blocks of other types are wrapped.
 Block = str | Text | Table | Padding
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Report:
-    """The result of a tool: `print` it, or hand `to_dict()` to `json.dump`."""
+    """The result of a tool, for `print`, or with `to_dict()` for `json.dump`."""
 
-    name: str  #: of the user's function
-    notes: tuple[str, ...] = ()  #: what limits these statements
+    name: str  #: the name of the user's function
+    notes: tuple[str, ...] = ()  #: sentences that limit the statements of the report
 
     def _parts(self, only: str | None = None) -> Iterator[Block]:
         raise NotImplementedError
 
     def _show(self, only: str | None = None, **options: Any) -> Console:
-        """Prints the report, or a part of it, without reading markup in names."""
+        """Prints the report, or the part `only`, without reading markup in names."""
         console = Console(markup=False, emoji=False, highlight=False, **options)
         notes = (Text(f"Note: {note}.") for note in self.notes)
         for part in (*self._parts(only), *notes):
@@ -45,7 +45,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Returns the attributes as dicts, lists, strings and numbers.
 
-        JSON has no infinity and no NaN: they are strings, which `float` reads.
+        JSON has no infinity and no NaN: both become strings, which `float` reads.
         """
         text = json.dumps(dataclasses.asdict(self))
         return json.loads(text, parse_constant=str)
@@ -66,7 +66,8 @@ class Report:
 
 
 def _width() -> int:
-    """Returns the columns of the terminal, from 80 to 120."""
+    """Returns the width of the terminal in characters, limited to 80 up to 120."""
+    # Where the size of the terminal is unknown, the width is 100.
     return min(max(shutil.get_terminal_size((100, 40)).columns, 80), 120)
 
 
@@ -75,11 +76,11 @@ def table(
 ) -> Table:
     """Returns a table.
 
-    Column 0 and those in `left` are left-aligned. Where there is no room, names in
-    column 0 are cut, and those in the other left-aligned columns broken into lines.
+    Column 0 and the columns in `left` are left-aligned. Where there is no room, names
+    in column 0 are cut, and texts in the columns of `left` are broken into lines.
     """
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    # A long name is cut: in two lines it would look like two modules.
+    # A long name is cut: on two lines, the name would look like two modules.
     width = _width() - _WIDTH_BESIDE_NAMES
     made.add_column(headers[0], no_wrap=True, max_width=width)
     for i, header in enumerate(headers[1:], 1):
@@ -96,14 +97,14 @@ def table(
 def amount(number: float, unit: str) -> str:
     """Returns a number with three digits and a prefix, `262 GFLOP`, and "" for 0."""
     for prefix in ("", "k", "M", "G", "T", "P"):
-        if number < 999.5 or prefix == "P":
+        if number < 999.5 or prefix == "P":  # 999.5 would be written as `1e+03`
             break
         number /= 1000
     return f"{number:.3g} {prefix}{unit}".rstrip() if number else ""
 
 
 def percent(share: float | None) -> str:
-    """Returns a share, never rounded to all; nothing for `None`."""
+    """Returns a share as text, `100 %` only for the whole, and "" for `None`."""
     if share is None:
         return ""
     return f"{100 if share == 1 else min(100 * share, 99.9):.3g} %"
@@ -127,9 +128,13 @@ def is_half(dtype: str) -> bool:
 def policy_text(
     keys: Sequence[str], lines: Sequence[str], own: bool, value: str = "jnp.float32"
 ) -> Iterator[str]:
-    """Yields the code of a policy, the user's own or not, with parts in float32.
+    """Yields the code of a policy with a value for some modules and lines of code.
 
-    `value` is the code of what the keys get.
+    Args:
+      keys: the modules, as keys of the policy.
+      lines: the lines of code outside of modules.
+      own: whether the user has a policy, which the keys are then added to.
+      value: the code of the value that the keys and the lines get.
     """
     if keys:
         entries = ", ".join(f'"{key}": {value}' for key in keys)

@@ -1,6 +1,7 @@
-"""What reads rounded numbers: a loss, ranks and integers, and sums from positions.
+"""Finds faults of rounded numbers: in a loss, in ranks and integers, in positions.
 
-Each search follows the graph of the program, and asks the plan of `amp` what is half.
+Each search follows the graph of the program, and asks the plan of `amp` which values
+are in half precision.
 """
 
 import math
@@ -19,7 +20,7 @@ from flax_amp.debug._record import Equation
 
 
 class Finding(NamedTuple):
-    """What is told of an equation: a problem, or a note."""
+    """A problem of an equation, or a note about the equation."""
 
     kind: str
     message: str
@@ -27,17 +28,17 @@ class Finding(NamedTuple):
 
 
 def _is_half_step(step: Step) -> bool:
-    """Whether an equation runs in half precision: a matmul, or by a policy key."""
+    """Whether an equation runs in half precision, as a matmul or by a policy key."""
     return step.visit is not None and step.visit.why.role in HALF_ROLES
 
 
 def _rounds(step: Step) -> bool:
-    """Whether an equation runs in half precision, and its result is half, too."""
+    """Whether an equation runs in half precision, and its result is half as well."""
     return _is_half_step(step) and step.visit is not None and step.visit.is_planned_half
 
 
 def _floats(step: Step) -> list[Value]:
-    """Returns what an equation computes from, without conditions and indices."""
+    """Returns the float operands of an equation: no conditions and no indices."""
     return [value for value in step.operands if value.is_float]
 
 
@@ -45,7 +46,7 @@ def _floats(step: Step) -> list[Value]:
 
 
 def _scalar(graph: Graph) -> Value | None:
-    """Returns the first result if it is one number, as a loss is."""
+    """Returns the first result if that is a float scalar, as a loss is."""
     first = next(iter(graph.results), None)
     is_loss = first is not None and first.is_float and not first.v.aval.shape
     return first if is_loss else None
@@ -54,12 +55,14 @@ def _scalar(graph: Graph) -> Value | None:
 def loss_reads(graph: Graph) -> tuple[str, ...]:
     """Returns the matmuls whose half-precision results the arithmetic of a loss reads.
 
-    The loss is the first result, a scalar. What only decides, as the condition of a
-    loop or an index does, is no number that it is computed from.
+    The loss is the first result, a scalar. A value that only decides, such as the
+    condition of a loop or an index, does not count as a number that the loss is
+    computed from.
     """
 
     def follow(step: Step) -> list[Value]:
-        # A matmul in float32 is arithmetic like any other.
+        # The walk ends at half precision. A matmul in float32 is followed as all
+        # arithmetic is.
         return [] if _is_half_step(step) else _floats(step)
 
     loss = _scalar(graph)
@@ -71,7 +74,10 @@ def loss_reads(graph: Graph) -> tuple[str, ...]:
 
 
 def _trained_loss(graph: Graph) -> Value | None:
-    """Returns the loss, if it is more than a count: computed from floats alone."""
+    """Returns the loss, if floats alone lead from an input to the loss.
+
+    A count, such as the number of correct classes, comes from a comparison instead.
+    """
     loss, inputs = _scalar(graph), set(graph.inputs)
     for step in graph.behind([loss], _floats) if loss else ():
         for value in _floats(step):
@@ -82,7 +88,8 @@ def _trained_loss(graph: Graph) -> Value | None:
 
 # --- ranks and integers --------------------------------------------------------------
 
-# Neighbors of rounded numbers stay neighbors: what these give is ranked as it is.
+# Neighboring numbers stay neighbors under these primitives. So a ranking of the result
+# is as unsure as a ranking of the rounded operand.
 _KEEPS_ORDER = frozenset(
     """add sub add_any neg mul div abs max min clamp sqrt select_n gather dynamic_slice
     dynamic_update_slice convert_element_type reduce_precision""".split()
@@ -108,9 +115,11 @@ _MAY_DIFFER = (
 def ranks(graph: Graph) -> Iterator[Finding]:
     """Yields the matmuls whose rounded results are ranked, or become integers.
 
-    It is a problem if the loss depends on it (a metric beside the loss does not), or,
-    without a loss, an array that is computed from it, or the nearest of neighbors: the
-    argmin of a difference of large numbers. A class that is only returned is a note.
+    A ranking is a problem if the loss depends on the ranks. Metrics beside the loss do
+    not count. In a function without a loss, a ranking is a problem if an array is
+    computed from the ranks, or if the ranked numbers are differences of large numbers,
+    as in the search for the nearest neighbor. A class that the function only returns is
+    a note.
     """
     loss = _trained_loss(graph)
     for step in graph.steps:
@@ -132,9 +141,10 @@ def ranks(graph: Graph) -> Iterator[Finding]:
 
 
 def _ranking(step: Step) -> tuple[Sequence[Atom], Sequence[Atom]]:
-    """Returns what an equation ranks, and the ranks or the integers that it gives.
+    """Returns the ranked operands of an equation, and its ranks or integers.
 
-    The numbers that a sort gives are in no other order than they are.
+    The sorted numbers of `sort` and `top_k` are left out: where near equals change
+    places, the sorted numbers stay nearly the same.
     """
     eqn, name = step.eqn, step.name
     if name in ("argmax", "argmin", *_TO_INTEGERS):
@@ -150,7 +160,7 @@ def _ranking(step: Step) -> tuple[Sequence[Atom], Sequence[Atom]]:
 
 
 def _in_order(step: Step) -> list[Value]:
-    """Returns the operands of what moves, scales or adds."""
+    """Returns the float operands of a step that moves, scales or adds; else none."""
     is_end = _is_half_step(step) or step.name not in _KEEPS_ORDER
     return _floats(step) if is_layout(step.eqn) or not is_end else []
 
@@ -163,13 +173,13 @@ def _told(
     chain: Sequence[Step],
     matmuls: Sequence[Step],
 ) -> str:
-    """Says whether a ranking is a "problem" or a "note"; empty if it is neither."""
+    """Says whether a ranking is a "problem" or a "note"; empty if neither."""
     reached = graph.ahead(given)
     if loss is not None and loss in reached:
         return "problem"
     results = [x for x in graph.results if x is not None and x in reached]
     moved = [x for x in results if step in set(graph.behind([x], _moves))]
-    # A metric is one number.
+    # A scalar that is computed from the ranks is a metric, and does not count.
     arrays = [x for x in results if x.v.aval.shape or x in moved]
     if not arrays or loss is not None:
         return "note" if arrays else ""
@@ -183,7 +193,10 @@ def _moves(step: Step) -> list[Value]:
 
 
 def _cancels(graph: Graph, chain: Sequence[Step], matmuls: Sequence[Step]) -> bool:
-    """Whether something is added to a matmul that is neither a bias nor made of it."""
+    """Whether an array is added to a matmul that is no bias and not computed from it.
+
+    A bias is an argument or a constant, moved or cast up at most.
+    """
     after = graph.ahead([value for x in matmuls for value in x.results])
     for step in chain:
         if step.name in ("add", "sub") and step.visit is not None:
@@ -198,8 +211,10 @@ def _cancels(graph: Graph, chain: Sequence[Step], matmuls: Sequence[Step]) -> bo
 
 _ADDS = ("add", "sub", "add_any")
 _SCALES = ("mul", "div")
-_TAKES_FIRST = ("gather", "dynamic_slice")  # what follows are indices
-# Numbers of a constant that may be positions, and are no mask.
+_TAKES_FIRST = ("gather", "dynamic_slice")  # all operands but the first are indices
+# A constant may hold positions if its largest magnitude is between `_FAR` and
+# `_TOO_FAR`: masks hold larger numbers. Constants of `_LARGE` elements and more are not
+# read.
 _FAR, _TOO_FAR, _LARGE = 64, 1e6, 2**20
 _POSITIONS = (
     "is a sum that begins at positions, and half on the way to a matmul: {0} has no "
@@ -211,8 +226,9 @@ _POSITIONS = (
 def positions(graph: Graph, are_data: Sequence[bool], half: DType) -> Iterator[Finding]:
     """Yields the sums of positions and results of matmuls that are half in the plan.
 
-    Positions are made of an `iota`, or are data, which are no parameters, and are not
-    repeated as a bias is; they are moved and scaled at most.
+    Positions come from an `iota`, from a constant with numbers as large as positions,
+    or from data: arguments that are no parameters. Data that the sum repeats, as a bias
+    is repeated, is left out. Positions are moved and scaled at most before the sum.
     """
     message = _POSITIONS.format(half.name, 2 ** (jnp.finfo(half).nmant + 1))
     if not graph.steps:  # the program has no equation
@@ -221,7 +237,8 @@ def positions(graph: Graph, are_data: Sequence[bool], half: DType) -> Iterator[F
     for step in graph.steps:
         is_sum = search.add(step)
         if is_sum and step.visit is not None and step.visit.is_planned_half:
-            # A softmax subtracts the maximum: its scores have a mask or a bias.
+            # A softmax takes the maximum of its operand. The operand is a sum of scores
+            # and a mask or a bias, and no sum from positions.
             readers = [x.name for value in step.results for x in graph.readers(value)]
             if "reduce_max" not in readers:
                 yield Finding("positions", message, step.visit.row)
@@ -233,14 +250,16 @@ class _Positions:
     def __init__(self, graph: Graph, are_data: Sequence[bool]):
         self.graph = graph
         pairs = zip(graph.inputs, are_data, strict=True)
-        # What is data may also be a bias of each example, if it is repeated.
+        # Data may also be a bias of each example: `add` leaves out data that a sum
+        # repeats.
         self.data = {x for x, is_one in pairs if is_one and x.is_float and _size(x) > 1}
         self.grids = {x for x, const in graph.consts.items() if _is_grid(const)}
 
     def add(self, step: Step) -> bool:
         """Adds the results of a step; says if a matmul's result is added to positions.
 
-        A sum may grow: it is positions for the next step.
+        Such a sum counts as positions for the steps that follow, which may add to the
+        sum again.
         """
         values = [x for x in step.operands if x.v.aval.shape]
         if step.name == "iota":
@@ -249,7 +268,7 @@ class _Positions:
             return False
         values = values[:1] if step.name in _TAKES_FIRST else values
         for found in (self.grids, self.data):
-            # Data that is repeated is a bias.
+            # Data with fewer elements than the result is repeated: a bias.
             least = _size(step.results[0]) if found is self.data else 0
             are_found = [self._is_in(found, x) and _size(x) >= least for x in values]
             if not any(are_found):
@@ -265,7 +284,10 @@ class _Positions:
         return False
 
     def _is_copy(self, step: Step, others: Sequence[Value]) -> bool:
-        """Whether a step moves positions, or scales them by numbers."""
+        """Whether a step only moves positions, or scales or shifts them by numbers.
+
+        `others` are the operands that are no positions.
+        """
         if step.name in (*_SCALES, *_ADDS):
             return all(self._is_number(step, x) for x in others)
         names = ("neg", "convert_element_type", *_TAKES_FIRST)
@@ -275,7 +297,7 @@ class _Positions:
         return not found.isdisjoint(self.graph.sources(value))
 
     def _is_number(self, step: Step, value: Value) -> bool:
-        """Whether an operand is one number, or positions, too."""
+        """Whether all elements of an operand are one number, or are positions too."""
         if step.visit is not None and value.v in step.visit.why.plan.numbers:
             return True
         return self._is_in(self.grids, value) or self._is_in(self.data, value)
@@ -292,7 +314,7 @@ def _is_after_matmul(step: Step, value: Value) -> bool:
 
 
 def _is_grid(const: Any) -> bool:
-    """Whether a constant holds numbers as large as positions are."""
+    """Whether the numbers of a constant are as large as positions, and no larger."""
     is_known = isinstance(const, np.ndarray | jax.Array)
     if not is_known or isinstance(const, jax.core.Tracer):
         return False

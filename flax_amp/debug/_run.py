@@ -1,13 +1,14 @@
 """Runs a program equation by equation, and follows each inf and NaN from its origin.
 
-An equation that makes an inf or a NaN from numbers is a *cause*. What later reads such
-a value inherits the cause, and only those causes count that reach a result of the
-program. So a mask of `-inf`, or an inf that a `where` drops, is no false alarm:
+An equation that makes an inf or a NaN from finite numbers is a *cause*. An equation
+that reads such a value inherits the cause. A cause counts only if a result of the
+program inherits the cause. So a mask of `-inf`, or an inf that a `where` drops, is no
+false alarm:
 
-    a = log x       -inf where x is 0: cause 1
+    a = log x               -inf where x is 0: cause 1
     b = select p a 0        finite: cause 1 is forgotten
-    c = exp y       inf: cause 2
-    d = sub c c     NaN: it inherits cause 2
+    c = exp y               inf: cause 2
+    d = sub c c             NaN: inherits cause 2
 
 A loop, each of its iterations and a `shard_map` run as a whole first, and equation by
 equation only if a result is not finite.
@@ -47,36 +48,38 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
 class Finding:
     """The equation that made an inf or a NaN."""
 
-    path: str  #: the module, or the scope, that it stands in
+    path: str  #: the module, or the scope, around the equation
     source: str  #: the line of the user's code, with its file
-    backward: bool  #: whether it makes only gradients not finite
-    inside: tuple[str, ...]  #: loops, branches and devices around it, outermost first
-    primitive: str  #: its name, or `constant` for one of the program
-    what: str  #: in words, such as `the cast to float16 of batch/image`
-    kind: str  #: what it made, `inf`, `-inf` or `NaN`
-    dtype: str = ""  #: of its result
-    operands: tuple[str, ...] = ()  #: and its result, as `f16[4,8] up to 57820`
-    bad: int = 0  #: how many elements of the result it made so
-    size: int = 0  #: how many there are
-    text: str = ""  #: what elementwise arithmetic did, such as `log(0) = -inf`
+    backward: bool  #: whether the equation makes only gradients not finite
+    inside: tuple[str, ...]  #: loops, branches and devices around, outermost first
+    primitive: str  #: the name of the primitive, or `constant` for a constant
+    what: str  #: the equation in words, such as `the cast to float16 of batch/image`
+    kind: str  #: which of `inf`, `-inf` and `NaN` the equation made
+    dtype: str = ""  #: the dtype of the result
+    #: the types of the operands, and of the result last, as `f16[4,8] up to 57820`
+    operands: tuple[str, ...] = ()
+    bad: int = 0  #: how many elements of the result the equation made not finite
+    size: int = 0  #: how many elements the result has
+    text: str = ""  #: an element of elementwise arithmetic, such as `log(0) = -inf`
 
 
 class Cause(NamedTuple):
-    """Where an inf or a NaN comes from.
+    """The origin of an inf or a NaN.
 
-    Causes come in an order: arguments at fault are before equations, these before
-    constants of the program, and these before other arguments.
+    The order of causes is: arguments at fault, equations, constants of the program, and
+    other arguments.
     """
 
-    order: tuple[int, int]
-    finding: Finding | None = None  # the equation or the constant, if it is one
-    arguments: frozenset[int] = frozenset()  # that hold it, or have led to it
-    examples: tuple[int, ...] = ()  # those of the batch that an equation made so
+    order: tuple[int, int]  # the rank in this list, then a running number
+    finding: Finding | None = None  # the equation or the constant that is the cause
+    # The arguments that hold the inf or the NaN, or have led to it.
+    arguments: frozenset[int] = frozenset()
+    examples: tuple[int, ...] = ()  # the examples that the equation made not finite
     reached: tuple[str, ...] = ()  # the results that are not finite
 
 
 class Value(NamedTuple):
-    """An array, the cause of what is not finite in it, and what it is called."""
+    """An array, the cause if an element is not finite, and a name for messages."""
 
     array: Array
     cause: Cause | None = None
@@ -84,7 +87,7 @@ class Value(NamedTuple):
 
 
 def earliest(causes: Sequence[Cause | None]) -> Cause | None:
-    """Returns the one that counts of some causes."""
+    """Returns the first cause in the order of causes, or `None` without a cause."""
     return min(filter(None, causes), key=lambda cause: cause.order, default=None)
 
 
@@ -101,19 +104,22 @@ class Runner:
     """Runs a program on arrays."""
 
     closed: Jaxpr
-    backward: bool  # whether its equations matter for gradients only
+    # Whether its faults are in the gradients alone, because the loss was finite.
+    backward: bool
     examples: Examples
-    # What held a number beyond the range of half that a cast has made finite.
+    # The names of the values with a number beyond the range of half precision, which a
+    # cast has replaced by a finite number.
     limited: dict[str, None] = dataclasses.field(default_factory=dict)
     compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
     numbers: Any = dataclasses.field(default_factory=itertools.count)
-    # In a `shard_map`. Then each array is a stack, with one element for each device.
+    # The devices of the `shard_map` around the equations. Then each array is a stack,
+    # with one element for each device.
     devices: Devices | None = None
 
     def __call__(
         self, arrays: Sequence[Any], names: Any, faults: Container[int]
     ) -> list[Value]:
-        """Returns the results; `faults` are arguments that should have been finite."""
+        """Returns the results; `faults` has the arguments that should be finite."""
         values = [
             _value(x, Cause((-1 if i in faults else 2, i), None, frozenset({i})), name)
             for i, (x, name) in enumerate(zip(arrays, names, strict=True))
@@ -125,7 +131,8 @@ class Runner:
     ) -> list[Value]:
         """Runs a jaxpr equation by equation."""
 
-        # A constant is looked at where it is read: only there it can do harm.
+        # A constant becomes a `Value` where an equation reads the constant: only there
+        # can the constant do harm, and a message names the place of the reader.
         def lifted(atoms: Sequence[Atom], given: Any, at: Location) -> list[Value]:
             pairs = zip(given, atoms, strict=True)
             return [
@@ -191,16 +198,20 @@ class Runner:
         ]
 
     def _whole(self, item: Eqn | Jaxpr, values: Sequence[Value]) -> list[Array]:
-        """Runs an equation or a body as a whole; what has bodies is compiled once."""
+        """Runs an equation or a body as a whole.
+
+        Bodies, and equations with bodies, are compiled once.
+        """
         arrays, is_eqn = [value.array for value in values], hasattr(item, "primitive")
         if self.devices:
             return list(self.devices.run(item, arrays))
         run = functools.partial(bind_in_context if is_eqn else evaluate, item)
         if is_eqn and not any(jaxprs_in_params(item.params)):
-            return list(run(arrays))  # JAX caches it
+            return list(run(arrays))  # JAX caches the compiled primitive
         if id(item) not in self.compiled:
             made = jax.jit(lambda *arrays: run(arrays), compiler_options=OPTIONS)
-            self.compiled[id(item)] = item, made  # so that its id stays its own
+            # The dict holds `item`, so that no new object gets its `id`.
+            self.compiled[id(item)] = item, made
         return list(self.compiled[id(item)][1](*arrays))
 
     # --- loops -----------------------------------------------------------------------
@@ -208,7 +219,7 @@ class Runner:
     def _iteration(
         self, body: Jaxpr, values: Sequence[Value], at: Location
     ) -> list[Value]:
-        """Runs one iteration, equation by equation if it is not finite."""
+        """Runs one iteration, equation by equation if a result is not finite."""
         outs = self._whole(body, values)
         if all(map(is_finite, outs)):
             return [Value(x, None, "a result of the loop") for x in outs]
@@ -220,8 +231,8 @@ class Runner:
         causes: list[Cause | None] = [None] * (len(eqn.outvars) - counts[1])
         note = " (reverse)" if eqn.params["reverse"] else ""
         order = range(length)[:: -1 if note else 1]
-        for count, i in enumerate(order, 1):  # as it runs
-            # A static index would be compiled for each iteration.
+        for count, i in enumerate(order, 1):  # `count` is in the order of the run
+            # With a static index, JAX would compile the slice for each iteration.
             row = functools.partial(
                 jax.lax.dynamic_index_in_dim,
                 index=np.int32(i),
@@ -246,7 +257,7 @@ class Runner:
         return [value.cause for value in carry]
 
     def _in_cond(self, eqn: Eqn, values: Sequence[Value], at: Location) -> Any:
-        raise _Apart  # `_equation` enters a `cond` if all devices take one branch
+        raise _Apart  # `_equation` enters a `cond` if all devices take the same branch
 
     # --- devices ---------------------------------------------------------------------
 
@@ -278,9 +289,9 @@ class Runner:
     def _following(
         self, eqn: Eqn, values: Sequence[Value], outs: Sequence[Array], at: Location
     ) -> list[Cause | None]:
-        """Follows one device where they go apart, the first that is not finite.
+        """Follows the first device that is not finite, where devices go apart.
 
-        It is not possible if the equation asks for other devices.
+        The list is empty if the equation needs the other devices, by an axis name.
         """
         devices = self.devices
         if not devices or devices.followed is not None or named_axes(eqn):
@@ -304,7 +315,8 @@ class Runner:
         first = earliest([value.cause for value in suspects])
         if first and first.order[0] <= 0:  # an equation, or an argument at fault
             return first
-        # A mask of -inf may give another -inf; an inf, or a NaN, is new.
+        # An operand with a mask of -inf may give a result with -inf; an inf, or a NaN,
+        # is new. So a kind that an operand holds already is not new.
         for is_kind in _KINDS.values():
             if any(is_kind(np.asarray(value.array)).any() for value in suspects):
                 fresh &= ~is_kind(x)
@@ -316,7 +328,7 @@ class Runner:
             arguments = arguments.union(*(cause.arguments for cause in causes if cause))
         order = (0, next(self.numbers))
         examples = self.examples(fresh)
-        if self.devices:  # a message tells of the arrays of one device
+        if self.devices:  # a message describes the arrays of one device
             number = self.devices.first(fresh)
             around, inside = split_list(at.inside, self.devices.depth)
             at = at._replace(inside=(*around, self.devices.note(fresh), *inside))
@@ -331,7 +343,7 @@ class Runner:
         self, eqn: Eqn, values: Sequence[Value], x: Any, fresh: Any, at: Location
     ) -> Finding:
         primitive = eqn.primitive
-        if primitive is weight_matmul_p:  # users know the matmul that it stands for
+        if primitive is weight_matmul_p:  # users know the matmul that `amp` replaced
             primitive = eqn.params["of"]
         name = what = primitive.name
         text = ""
@@ -366,12 +378,12 @@ def is_finite(x: Array) -> bool:
 
 
 def _parts(values: Sequence[Value], number: int) -> list[Array]:
-    """Returns what a device has of some stacks."""
+    """Returns the elements of some stacks that belong to a device."""
     return [jax.device_get(value.array)[number] for value in values]
 
 
 def _common(flags: Array) -> bool:
-    """Returns the one value that all of some flags have."""
+    """Returns the value of flags that are all equal; raises `_Apart` if they differ."""
     if len(found := np.unique(flags)) > 1:
         raise _Apart
     return bool(found[0])
@@ -386,7 +398,7 @@ def kinds(x: Array) -> str:
 
 
 def _type(x: Array) -> str:
-    """Returns a type as JAX writes it, with the largest finite magnitude."""
+    """Returns a type as JAX writes types, with the largest finite magnitude."""
     text = f"{short(str(x.dtype))}[{','.join(map(str, x.shape))}]"
     host = np.abs(np.asarray(x)) if _tree.is_inexact_array(x) else np.zeros(0)
     finite = host[np.isfinite(host)]

@@ -1,25 +1,25 @@
-"""Which roundings matter: one program with a switch for each of them.
+"""Finds the roundings that matter, with a program that has a switch for each rounding.
 
-The gradient of the rewritten program has all roundings, those of both passes. It runs
-here in float32, with each rounding behind a switch:
+The gradient of the rewritten program has the roundings of both passes. Here the
+gradient runs in float32, with each rounding behind a switch:
 
     x = where(switch of operands, round(x), x)
     y = dot_general x w                            in float32
     y = where(switch of results, round(y), y)
 
 The switches of each part of the program are arguments. So the program is compiled once,
-and each question about it (this module alone in half precision, all but these two) is a
+and each question (this module alone in half precision, all modules but these two) is a
 run. On a CPU, twelve blocks of a transformer compile for 10 s and run for 0.1 s.
 
-A derivative by the switches would be a backward pass through the gradient: a program of
-three times the size. It is zero where a rounding changes a choice (`argmin`), it is not
-a number where a value overflows, and a `while` has none.
+A derivative with respect to the switches would be a backward pass through the gradient:
+a program of three times the size. That derivative is zero where a rounding changes a
+choice (`argmin`), is NaN where a value overflows, and does not exist for a `while`.
 
 A rounding belongs to the part without which it would not be there:
 
     y = dot_general x w      the result of a matmul: the part of the matmul
     z = add y bias           a sum that is half because `y` is half: the part of `y`
-    a = convert t            a cast, for the matmul that reads `a`: the part of this one
+    a = convert t            a cast for a matmul that reads `a`: the part of that matmul
 """
 
 import functools
@@ -44,17 +44,20 @@ from flax_amp.debug._record import Location, is_derivative
 from flax_amp.debug._trial import Part, Trials, compiler_options
 
 OPERAND, RESULT, BORDER, COTANGENT = range(4)
-#: What is rounded: an operand of a matmul, its result, any other value of the forward
-#: pass, or anything in the backward pass.
+#: The kinds of rounded values: operands of matmuls in both passes, results of matmuls
+#: in the forward pass, further values of the forward pass, and, as cotangents, further
+#: values of the backward pass with the results of its matmuls.
 KINDS = ("operand", "result", "border value", "cotangent")
 ALL = (OPERAND, RESULT, BORDER, COTANGENT)
 Kinds = Sequence[int]
 
 
-# --- what is asked -------------------------------------------------------------------
+# --- the search ----------------------------------------------------------------------
 
 _MAX_FOUND = 8  # parts
-_NEGLIGIBLE = 0.25  # of the error that is enough: a group below it is not opened
+# A group of parts whose harm is at most this share of the error that is enough is not
+# opened.
+_NEGLIGIBLE = 0.25
 
 
 class Roundings:
@@ -65,7 +68,8 @@ class Roundings:
         self._numbers = {part: i for i, part in enumerate(parts)}
         self._exact = trials.exact.gradients
         half = jnp.dtype(trials.half)
-        # In this unit, no square is out of the range of float32.
+        # The unit is the norm of all gradients. In this unit, no square is out of the
+        # range of float32.
         norms = [np.linalg.norm(np.asarray(x, np.complex128)) for x in self._exact]
         self._unit = float(np.linalg.norm(norms))
 
@@ -75,7 +79,8 @@ class Roundings:
             loss, *gradients = (switched.settled(x) for x in found)
             return _distance(loss, gradients, exact, unit)
 
-        # Elsewhere than on a CPU, too, XLA would leave out the roundings.
+        # Without this option, XLA would leave out the roundings, not only on a CPU, for
+        # which `compiler_options` has the option already.
         options = compiler_options() | {"xla_allow_excess_precision": False}
         self._run = jax.jit(run, compiler_options=options)
 
@@ -97,31 +102,32 @@ class Roundings:
     def worst(self, enough: float, most: int) -> list[Part]:
         """Returns parts without whose roundings the error is small enough.
 
-        The part that makes the largest error alone comes first. There are more than
-        `most`, or none, if so many are not enough.
+        The part that makes the largest error alone comes first. The list has more than
+        `most` parts, or is empty, if `most` parts are not enough.
         """
         found = self._search(self.error, enough, most)
         if not found or len(found) > most:
-            # Some roundings change a choice together only, and no part makes an error
-            # alone: of a perceptron, four layers made 0.0026 each and 0.043 together,
-            # and all but the first one 0.004.
+            # Some roundings change a choice only together, and no part makes an error
+            # alone. In a perceptron, four layers made an error of 0.0026 each and 0.043
+            # together, and all layers but the first made 0.004.
             found = self._search(self._fall, enough, most) or found
         return sorted(found, key=lambda part: -self.error([part]))
 
     def _fall(self, parts: Collection[Part]) -> float:
-        """Returns by how much the error falls without the roundings of parts."""
+        """Returns the fall of the error without the roundings of parts."""
         before, after = self.error_without(()), self.error_without(parts)
         return 0.0 if after == math.inf else before - after
 
     def _search(
         self, harm: Callable[[Collection[Part]], float], enough: float, most: int
     ) -> list[Part]:
-        """Returns parts that do harm until the others do not make the error.
+        """Returns the most harmful parts, as many as have to stay in float32.
 
-        There is one more than `most` if so many are not enough, and none if the harm of
-        all others is negligible before.
+        The list has `most + 1` parts if `most` parts are not enough. The list is empty
+        if the harm of all remaining groups is negligible before the parts are enough.
         """
-        # By name: the parts of a module, of which one is at fault, are in one group.
+        # The parts are in the order of their names, so that the parts of a module are
+        # in the same group: the fault is often in the parts of one module.
         every = sorted(self._numbers)
         groups = [(harm(every), every)]
         found: list[Part] = []
@@ -141,7 +147,7 @@ class Roundings:
         return found
 
     def _needed(self, found: list[Part], enough: float) -> list[Part]:
-        """Returns parts that are enough, without those that are not needed for it."""
+        """Returns the parts of `found` without the parts that are not needed."""
         for part in found[:-1]:
             rest = [other for other in found if other is not part]
             if self.error_without(rest) <= enough:
@@ -150,7 +156,7 @@ class Roundings:
 
 
 def _distance(loss: Array, gradients: Arrays, exact: Arrays, unit: Array) -> Array:
-    """Returns the L2 distance in a unit, infinite if a number is lost."""
+    """Returns the L2 distance in a unit, infinite if a number is not finite."""
     pairs = zip(gradients, exact, strict=True)
     squares = [jnp.sum(jnp.abs((x - y) / unit) ** 2) for x, y in pairs]
     distance = jnp.sqrt(jnp.stack(squares).sum())
@@ -164,15 +170,19 @@ def _distance(loss: Array, gradients: Arrays, exact: Arrays, unit: Array) -> Arr
 class _Half(NamedTuple):
     """A value of half precision."""
 
-    exact: Array  # in float32, before it is rounded
-    switch: Array | None  # says whether it is rounded; `None` if that is done
-    is_cast: bool = False  # from float32: the matmul that reads it rounds it
+    exact: Array  # the value in float32, before the rounding
+    # Whether the value is rounded; `None` if `exact` holds the rounded value already.
+    switch: Array | None
+    # Whether the value is a cast from float32. Then the switch of a matmul that reads
+    # the value decides in the place of `switch`.
+    is_cast: bool = False
 
 
 class _Switched(NamedTuple):
     """Runs equations of half precision in float32, with a switch for each rounding."""
 
-    switches: Array  # bool[parts + 1, kinds]; the last row is for all other code
+    # bool[parts + 1, kinds]; the last row is for the code outside of all parts.
+    switches: Array
     numbers: dict[Part, int]  # the rows of the parts
     half: DType
     around: tuple[Eqn, ...] = ()
@@ -193,7 +203,10 @@ class _Switched(NamedTuple):
             return rule(self, eqn, values)
 
     def _read(self, x: Any) -> Any:
-        """Returns a value; constants and literals of half precision are rounded."""
+        """Returns a value, in half precision as a `_Half`.
+
+        A constant or a literal in half precision is rounded already.
+        """
         if getattr(x, "dtype", None) != self.half:
             return x
         return _Half(jnp.asarray(x, jnp.float32), None)
@@ -208,7 +221,7 @@ class _Switched(NamedTuple):
         return any(self._has_half(x) for body in inner for x in body.eqns)
 
     def inside(self, eqn: Eqn) -> "_Switched":
-        """Returns what runs the equations in the bodies of an equation."""
+        """Returns the `_Switched` for the equations in the bodies of an equation."""
         return self._replace(around=(*self.around, eqn))
 
     # --- roundings ---
@@ -225,7 +238,8 @@ class _Switched(NamedTuple):
     def rounded(self, x: Array, switch: Array) -> Array:
         """Returns a float32 array, rounded if the switch says so."""
         if self.half == jnp.bfloat16:
-            # It has the exponents of float32: one operation for two casts.
+            # bfloat16 has the exponents of float32, so one operation does the work of
+            # two casts.
             digits = jnp.finfo(self.half)
             found = jax.lax.reduce_precision(x, digits.nexp, digits.nmant)
         else:
@@ -233,26 +247,26 @@ class _Switched(NamedTuple):
         return jax.lax.select_n(switch, x, found)
 
     def settled(self, x: Any) -> Any:
-        """Returns a value in float32, rounded where it was computed."""
+        """Returns a value in float32, rounded by the switch of its own equation."""
         if not isinstance(x, _Half):
             return x
         return x.exact if x.switch is None else self.rounded(x.exact, x.switch)
 
     def operand(self, x: Any, switch: Array) -> Any:
-        """Returns what a matmul reads; the switch is that of its operands."""
+        """Returns an operand as a matmul reads it, with the switch of its operands."""
         if not isinstance(x, _Half):
             return x
         return self.rounded(x.exact if x.is_cast else self.settled(x), switch)
 
     def given(self, eqn: Eqn, results: Arrays, switch: Array | None) -> list[Any]:
-        """Returns results; the switch rounds those of half precision."""
+        """Returns results; the switch rounds the results in half precision."""
         return [
             _Half(x, switch) if v.aval.dtype == self.half else x
             for x, v in zip(results, eqn.outvars, strict=True)
         ]
 
     def with_float32(self, params: Params) -> Params:
-        """Returns parameters with float32 in the place of half precision."""
+        """Returns parameters of an equation with float32 in the place of `half`."""
         wide = jnp.dtype(jnp.float32)
         is_dtype = np.dtype, type
         return {
@@ -277,8 +291,9 @@ def _run_by_kind(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[An
     halves = [x for x in values if isinstance(x, _Half)]
     gives_halves = all(v.aval.dtype == run.half for v in eqn.outvars)
     if kind is Kind.MOVE and len(halves) == 1 and gives_halves:
-        # A number may be moved before it is rounded. A choice among numbers may not: it
-        # reads several arrays, or gives integers as well.
+        # A number may be moved before the rounding. A choice among numbers may not be
+        # made before the rounding. An equation that chooses reads several arrays, or
+        # gives integers as well.
         exact = [x.exact if isinstance(x, _Half) else x for x in values]
         moved = bind_in_dtype(eqn, exact, params)
         return [halves[0]._replace(exact=x) for x in moved]
@@ -295,7 +310,7 @@ def _run_by_kind(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[An
 
 
 def _as_written(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
-    """Runs an equation in half precision, such as a kernel: it has no switch."""
+    """Runs an equation in half precision and without a switch, such as a kernel."""
     operands = [
         run.settled(x).astype(run.half) if isinstance(x, _Half) else x for x in values
     ]
@@ -304,12 +319,15 @@ def _as_written(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any
 
 
 def _copies(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
-    """Returns the first operand, whose digits all results have."""
+    """Returns the first operand in the place of each result: all are copies."""
     return [values[0]] * len(eqn.outvars)
 
 
 def _spread(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
-    """Broadcasts float32 numbers. What half precision lacks is limited, not rounded."""
+    """Broadcasts float32 numbers, and limits numbers beyond the range of half.
+
+    The limit is no rounding, so no switch turns the limit off.
+    """
     (x,) = values
     wide = _compat.bind(eqn, [x], run.with_float32(eqn.params))[0]
     limited = up(_compat.bind(eqn, [x], eqn.params)[0], run.half)
@@ -348,8 +366,8 @@ def _fp8_dot(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
 
 # --- equations with bodies -----------------------------------------------------------
 
-# Values of half precision are rounded before a body that runs several times, or on
-# several devices, and are `_Half` inside of it.
+# Values in half precision are rounded before a body that runs several times, or on
+# several devices. Inside of the body they are `_Half` again.
 
 
 def _call(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
@@ -379,7 +397,7 @@ def _scan(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
         after, ys = split_list(found, len(init))
         return tuple(after), tuple(ys)
 
-    # The body has strong types, and so has what it begins with.
+    # The results of the body have strong types, so the first carry needs strong types.
     first = tuple(_tree.with_weak_type(jnp.asarray(x), False) for x in init)
     options = _compat.scan_options(eqn)
     carry, ys = jax.lax.scan(step, first, tuple(xs), **options)
@@ -434,7 +452,7 @@ _RULES: dict[str, _Rule] = {
     "cond": _cond,
     "while": _while,
     "shard_map": _shard_map,
-    # Of half precision, to the digits that it has.
+    # A `reduce_precision` of half precision is to the digits of that dtype: a copy.
     "reduce_precision": _copies,
     "flax_amp_copies": _copies,
     "flax_amp_stored": _copies,

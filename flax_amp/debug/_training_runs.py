@@ -1,7 +1,8 @@
 """Whole training runs for `compare_training`: a run is trained, measured and resumed.
 
-A run has parts, about twenty. The device is waited for at the end of each: then the
-losses are read, the time is taken, and from time to time the state is saved.
+A run has twenty parts, or fewer parts if there are fewer steps. At the end of each part
+the host waits for the device: then the losses are read, the time is taken, and from
+time to time the state is saved.
 """
 
 import collections
@@ -35,8 +36,8 @@ from flax_amp._training.train_step import make_train_step
 from flax_amp.policy import Precision, long_word
 
 PARTS = 20
-_TAIL = 10  # the end of a run is its last tenth, a tenth of steps and of parts
-_MOST_IN_TAIL = 50  # batches, which stay in memory
+_TAIL = 10  # the end of a run is the last tenth of its steps, and of its parts
+_MOST_IN_TAIL = 50  # batches, a limit because the batches stay in memory
 SAVE_EVERY_S = 60.0  # a save takes a second or less, so about 2 % of the time
 
 Made = AmpTrainState | tuple[nnx.Module, nnx.Optimizer[Any]]
@@ -44,13 +45,14 @@ Made = AmpTrainState | tuple[nnx.Module, nnx.Optimizer[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What all runs have in common."""
+    """The arguments that all runs have in common."""
 
     loss_fn: Callable[..., Any]
     batches: Callable[[int], Iterable[Any]]
     steps: int
     evaluate: Callable[[Any], Any] | None
-    tick: Callable[[str, int], None]  # called with the name of a run, and new steps
+    # Called with the name of a run, and the number of steps since the call before.
+    tick: Callable[[str, int], None]
 
     @property
     def parts(self) -> list[int]:
@@ -67,61 +69,64 @@ class Plan:
 
 @dataclasses.dataclass
 class Run:
-    """What is measured of a run so far: numbers for each part, and where it began."""
+    """The measurements of a run so far: numbers of each part, and CRCs of the start."""
 
     start: int  # CRC-32 of the first parameters
     batch: int  # CRC-32 of the first batch
     curve: list[float] = dataclasses.field(default_factory=list)
     skipped: list[int] = dataclasses.field(default_factory=list)
     scales: list[float] = dataclasses.field(default_factory=list)
-    # `None` for the first part of a process: it has the first call of the step.
+    # `None` for the first part in a process, whose time contains the first call of the
+    # step.
     step_ms: list[float | None] = dataclasses.field(default_factory=list)
     temp_mb: float | None = None
-    untrained: float | None = None  # what `end` would be without training
+    untrained: float | None = None  # the measure of `end` before training
     end: float = math.nan
 
     def cut(self, parts: int) -> None:
-        """Forgets the parts after so many, which a resumed run trains again."""
+        """Keeps the first `parts` parts; a resumed run trains all later parts again."""
         for numbers in (self.curve, self.skipped, self.scales, self.step_ms):
             del numbers[parts:]
 
 
-# --- what trains ---------------------------------------------------------------------
+# --- states and models ---------------------------------------------------------------
 
 
 class _Trained(Protocol):
     """A state or a model with its optimizer, and the step that trains them."""
 
-    held: Any  # what `flax_amp.checkpoint` saves and restores
+    held: Any  # the state or the objects that `flax_amp.checkpoint` saves and restores
 
     def begin(self, made: Any) -> None:
-        """Begins a run with copies of what `make` has returned."""
+        """Begins a run with copies of the arrays in `made`, a result of `make`."""
 
     def step(self, batch: Any) -> dict[str, Any]: ...
 
     def lower(self, batch: Any) -> Any: ...
 
     def shown(self) -> Any:
-        """Returns what `evaluate` gets."""
+        """Returns the argument for `evaluate`: the state, or a copy of the model."""
 
     def weights(self) -> Any:
         """Returns the arrays that the loss depends on."""
 
     def put(self, weights: Any) -> None:
-        """Replaces these arrays by copies of others."""
+        """Replaces the arrays of `weights()` by copies of the given arrays."""
 
 
 class _State:
     """An `AmpTrainState` that trains."""
 
     def __init__(self, made: AmpTrainState, step: Any):
-        # Each call of `make` has functions of its own, as those of `optax.adamw(...)`,
-        # which are static: with those of the first call, the step is compiled once.
+        # Each call of `make` returns new functions, such as the functions of
+        # `optax.adamw(...)`. Functions are static, so a step would be compiled again
+        # for new functions. With the structure of the first call, the step is compiled
+        # once.
         self._structure, self._step = jax.tree.structure(made), step
         self.held: Any = None
 
     def begin(self, made: AmpTrainState) -> None:
-        self.held = None  # Its memory is free for the copies.
+        self.held = None  # frees memory for the copies
         leaves = [_tree.own(leaf) for leaf in jax.tree.leaves(made)]
         self.held = jax.tree.unflatten(self._structure, leaves)
 
@@ -161,7 +166,7 @@ class _Objects:
         return self._step.lower(*self.held, batch)
 
     def shown(self) -> Any:
-        # A copy, because `eval()` changes the model that trains.
+        # A copy, because `eval()` would change the model that trains.
         model = nnx.clone(self.held[0])
         model.eval()
         return model
@@ -174,7 +179,7 @@ class _Objects:
 
 
 def check_made(made: Any, call: str) -> Any:
-    """Returns what `make` has returned, if it is something to train."""
+    """Returns `made`, a result of `make`, if that is a state or a pair of NNX."""
     if isinstance(made, AmpTrainState) or _is_nnx(made):
         return made
     raise TypeError(
@@ -184,7 +189,7 @@ def check_made(made: Any, call: str) -> Any:
 
 
 def _evaluated(evaluate: Callable[[Any], Any], shown: Any) -> float:
-    """Returns the number that a function of the user gives a model or a state."""
+    """Returns the number that the user's `evaluate` gives a model or a state."""
     found = evaluate(shown)
     try:
         return float(found)
@@ -201,9 +206,10 @@ def _is_nnx(made: Any) -> bool:
 
 
 def _in_precision(made: Any, word: Precision | None) -> Any:
-    """Returns what `make` has returned, in a precision and with the scaler for it.
+    """Returns `made` in a precision, with the scaler for that precision.
 
-    What is in this precision already keeps its scaler, which the user may have chosen.
+    A state or an optimizer that is in this precision already keeps its scaler, which
+    the user may have chosen.
     """
     if word is None:
         return made
@@ -212,14 +218,15 @@ def _in_precision(made: Any, word: Precision | None) -> Any:
             return made
         return made.replace(precision=word, scaler=first_scaler(word))
     if isinstance(made[1], AmpOptimizer) and made[1].precision != word:
-        made = nnx.clone(made)  # Other precisions begin with the same objects.
+        # The runs in all precisions begin with the same objects, so a copy is changed.
+        made = nnx.clone(made)
         made[1].precision = word
         made[1].scaler = first_scaler(word)
     return made
 
 
 def _first_arrays(made: Any) -> Any:
-    """Returns what has to be equal at the start, whatever the precision."""
+    """Returns the arrays that have to be equal at the start in all precisions."""
     if isinstance(made, AmpTrainState):
         return made.params, made.variables, made.rngs
     return nnx.state(made[0])
@@ -242,11 +249,12 @@ class Trainer:
     """Trains the runs of one precision, whose step is compiled once.
 
     Args:
-      plan: what all runs have in common.
-      name: of the precision, as the user gave it.
-      options: `precision`, `make` and `loss_fn` instead of those of the plan, and the
-        options of `make_train_step` or `make_nnx_train_step`.
-      store: where the runs are stored, if they are.
+      plan: the arguments that all runs have in common.
+      name: the name of the precision, as the user gave the name.
+      options: `precision`, `make` and `loss_fn` of this precision, which take the place
+        of the arguments of `compare_training`, and the options of `make_train_step` or
+        `make_nnx_train_step`.
+      store: the store of the runs, or `None`.
     """
 
     def __init__(
@@ -263,15 +271,16 @@ class Trainer:
         self._options = rest
         self._trained: _Trained | None = None
         self._temp_mb: float | None = None
-        # A stored run is used if it was asked for in the same words.
+        # A stored run is used if the name, the precision and the options are the same
+        # now as when the run was stored.
         told_options = {k: _plain(v) for k, v in options.items() if k != "precision"}
         self._asked = {"name": name, "precision": self._word, "options": told_options}
 
     def run(self, seed: int, make: Callable[[], Any], reference: "Reference") -> Run:
-        """Returns a run, which is trained if it is not stored already.
+        """Returns a run, which is trained unless the whole run is stored already.
 
         `make()` returns the state or the objects that a run with this seed begins with.
-        They stay as they are.
+        The run trains copies.
         """
         run = None
         if self._store:
@@ -285,7 +294,7 @@ class Trainer:
         return run
 
     def begin(self, made: Any) -> _Trained:
-        """Begins to train with copies of what `make` has returned."""
+        """Begins to train with copies of the arrays in `made`, a result of `make`."""
         made = _in_precision(made, self._word)
         if self._trained is None:
             self._trained = self._with_step(made)
@@ -296,7 +305,8 @@ class Trainer:
         options = dict(self._options)
         if isinstance(made, AmpTrainState):
             return _State(made, self._made_step(make_train_step, options))
-        if not isinstance(made[1], AmpOptimizer):  # which has no precision
+        # An `nnx.Optimizer` that is no `AmpOptimizer` has no precision of its own.
+        if not isinstance(made[1], AmpOptimizer):
             options["precision"] = self._word
         return _Objects(made, self._made_step(make_nnx_train_step, options))
 
@@ -311,7 +321,7 @@ class Trainer:
         return maker(self._loss_fn, **options)
 
     def _batches(self, seed: int) -> Iterator[Any]:
-        """Yields the batches of a run."""
+        """Yields the batches of a run; raises a ValueError if there are too few."""
         steps, count = self._plan.steps, 0
         for batch in itertools.islice(self._plan.batches(seed), steps):
             yield batch
@@ -325,7 +335,7 @@ class Trainer:
     def _train(
         self, seed: int, made: Any, run: Run | None, reference: "Reference"
     ) -> Run:
-        """Trains a run, or the rest of it."""
+        """Trains a run, or the remaining parts of a stored run."""
         trained, evaluate = self.begin(made), self._plan.evaluate
         batches = self._batches(seed)
         first = next(batches)
@@ -334,7 +344,7 @@ class Trainer:
             check_equal(began, run, seed)
         run = run or began
         if self._temp_mb is None:
-            # The compiled step is that of the calls: nothing is compiled twice.
+            # The calls of the step use this compiled step: nothing is compiled twice.
             memory = trained.lower(first).compile().memory_analysis()
             self._temp_mb = None if memory is None else memory.temp_size_in_bytes / 1e6
         run.temp_mb = self._temp_mb
@@ -350,10 +360,11 @@ class Trainer:
             stream = _kept(itertools.chain([first], batches), tail)
             self._train_parts(trained, seed, stream, run, manager)
         weights = trained.weights()
-        trained.held = None  # Its memory is free for the next run.
+        trained.held = None  # frees memory for the next run
         parts = max(1, len(run.curve) // _TAIL)
         if sum(run.skipped[-parts:]) == sum(self._plan.parts[-parts:]):
-            run.end = math.inf  # It trains no longer.
+            # All steps of the last parts were skipped: the run trains no longer.
+            run.end = math.inf
         elif evaluate:
             run.end = statistics.fmean(run.curve[-parts:])
         else:
@@ -400,7 +411,7 @@ class Trainer:
             names = ("loss", "grads_finite", "scaler")
             told.append({name: metrics[name] for name in names})
             self._tick(seed)
-        told = jax.device_get(told)  # It waits for the device.
+        told = jax.device_get(told)  # waits for the device, so that the time is right
         run.step_ms.append(1e3 * (time.perf_counter() - began) / len(told))
         loss = statistics.fmean(float(x["loss"]) for x in told)
         run.curve.append(_evaluated(evaluate, trained.shown()) if evaluate else loss)
@@ -416,10 +427,11 @@ class Trainer:
 
 
 class Reference:
-    """Measures the loss of trained models alike: in float32, with the loss of float32.
+    """Measures the loss of all trained models in the same way: with the reference step.
 
-    The loss that a precision reports has its errors. One that rounds the terms of a
-    cross entropy to the same number reports 0, and would be the best of all.
+    The loss that a precision reports has the errors of that precision. A precision that
+    rounds the terms of a cross entropy to the same number reports a loss of 0, and
+    would look like the best precision.
     """
 
     def __init__(self, trainer: Trainer, make: Callable[[], Any]):
@@ -430,8 +442,9 @@ class Reference:
         made = self._make()
         losses = []
         for batch in batches:
-            # The step of the reference is compiled already; what it has trained is
-            # not used. Each of its calls takes other copies.
+            # The step of the reference is compiled already. Its loss is from before the
+            # update, and the trained state is not used: each step begins with new
+            # copies.
             trained = self.trainer.begin(made)
             weights = _cast_up_as(trained.weights(), weights)
             if _shapes(trained.weights()) != _shapes(weights):
@@ -447,7 +460,7 @@ class Reference:
 
 
 def _cast_up_as(wanted: Any, weights: Any) -> Any:
-    """Casts bfloat16 weights to float32, but for those that are wanted in half."""
+    """Casts bfloat16 weights to float32, except where `wanted` is in half precision."""
     if _shapes(wanted)[0] != _shapes(weights)[0]:
         return weights
     return jax.tree.map(
@@ -463,7 +476,7 @@ def _shapes(tree: Any) -> tuple[Any, Any]:
 
 
 def _kept(batches: Iterator[Any], tail: collections.deque[Any]) -> Iterator[Any]:
-    """Yields batches; the last ones stay in `tail`."""
+    """Yields batches, and keeps the last batches in `tail`."""
     for batch in batches:
         tail.append(batch)
         yield batch
@@ -488,10 +501,10 @@ def check_equal(run: Run, other: Run, seed: int, *, starts: bool = True) -> None
 
 
 class Store:
-    """A directory with a JSON file for each run, and a checkpoint of the last one.
+    """A directory with a JSON file for each run, and a checkpoint of an unfinished run.
 
-    The numbers of a part are written before the checkpoint at its end. A kill between
-    the two leaves too many numbers, which `resume` cuts.
+    The numbers of a part are written before the checkpoint at the end of the part. A
+    kill between the two writes leaves too many numbers, which `resume` cuts.
     """
 
     def __init__(self, directory: str | os.PathLike[str], question: dict[str, Any]):
@@ -517,7 +530,7 @@ class Store:
         return path.with_name(f"{path.name}.json")
 
     def read(self, name: str, seed: int, asked: dict[str, Any]) -> Run | None:
-        """Returns what is stored of a run."""
+        """Returns the stored measurements of a run, or `None`."""
         path = self._numbers(name, seed)
         if not path.exists():
             return None
@@ -530,18 +543,19 @@ class Store:
         return Run(**stored["run"])
 
     def write(self, name: str, seed: int, asked: dict[str, Any], run: Run) -> None:
-        """Stores what there is of a run."""
+        """Stores the measurements of a run so far."""
         path = self._numbers(name, seed)
         _write(path, {"asked": asked, "run": dataclasses.asdict(run)})
 
     def finish(self, name: str, seed: int, asked: dict[str, Any], run: Run) -> None:
-        """Stores a run that has ended, and removes its checkpoints."""
+        """Stores the measurements of a finished run, and removes its checkpoints."""
         self.write(name, seed, asked, run)
         shutil.rmtree(self._path(name, seed), ignore_errors=True)
 
     def manager(self, name: str, seed: int) -> Any:
         """Opens the manager of the checkpoints of a run."""
-        # Orbax takes as long to import as JAX, and only a directory needs it.
+        # The import of Orbax takes as long as the import of JAX, and only a run with a
+        # directory needs Orbax.
         from flax_amp import checkpoint
 
         return checkpoint.manager(self._path(name, seed), max_to_keep=1)
@@ -549,10 +563,11 @@ class Store:
     def resume(
         self, manager: Any, trained: _Trained, run: Run, parts: list[int]
     ) -> None:
-        """Continues with the newest checkpoint of a run, if there is one."""
+        """Continues with the newest checkpoint of a run, if a checkpoint exists."""
         from flax_amp import checkpoint
 
-        # `make` may have restored a state that had trained before.
+        # `make` may have restored a state that had trained before: the steps of the run
+        # count from there.
         first = _step_of(trained.held)
         if manager.latest_step() is not None:
             trained.held = checkpoint.restore(manager, trained.held)
@@ -566,14 +581,14 @@ def _step_of(held: Any) -> int:
 
 
 def _plain(option: Any) -> bool | int | float | str | None:
-    """Returns a number or a word as it is, otherwise a name."""
+    """Returns a number, a word or `None` unchanged, and the name of anything else."""
     if option is None or isinstance(option, bool | int | float | str):
         return option
     return name_of(option)
 
 
 def name_of(function: Any) -> str:
-    """Returns the name of a function, or of the type of what has no name."""
+    """Returns the name of a function; without a name, the name of the type."""
     return getattr(function, "__name__", type(function).__name__)
 
 

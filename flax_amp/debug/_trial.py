@@ -19,16 +19,17 @@ from flax_amp.debug._record import Recorder, low_share, source_text
 from flax_amp.debug._run import is_finite
 from flax_amp.policy import Decision, Origin, Policy
 
-_MAX_RUNS = 16  # of a search
-# On a CPU, XLA computes halves in float32, and would leave out roundings that other
-# devices do. Each program runs once.
+_MAX_RUNS = 16  # of a search: each run compiles a program
+# On a CPU, XLA computes halves in float32, and without the first option would leave out
+# roundings that a GPU or a TPU does. The second option saves time for the compiler,
+# because each program runs once.
 _ON_CPU = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 
 
 class Part(NamedTuple):
     """A part of a program that may run in float32: a module, or a line of code."""
 
-    path: str = ""  # of a module
+    path: str = ""  # the path of a module, empty for a line
     line: str = ""
 
 
@@ -36,18 +37,18 @@ class Trial(NamedTuple):
     """A run of a program."""
 
     loss: Array
-    updates: list[Array]  # of the variables
-    gradients: list[Array]  # without the scale
-    low_share: float | None  # of matmuls in half precision; `None` without matmuls
+    updates: list[Array]  # the updated variables
+    gradients: list[Array]  # divided by the scale of the loss
+    low_share: float | None  # the share of matmuls in half; `None` without matmuls
 
     @property
     def is_finite(self) -> bool:
-        """Whether a step would be taken."""
+        """Whether a training step would be taken, not skipped."""
         return all(map(is_finite, (self.loss, *self.updates, *self.gradients)))
 
 
 class Trials:
-    """Runs the loss of a call, which it traces once."""
+    """Runs the loss of a call, which is traced once."""
 
     def __init__(self, call: Call):
         self._call, self.traced = call, call.trace_loss()
@@ -67,8 +68,10 @@ class Trials:
     ) -> TracedCall:
         """Returns the program in half precision, with parts of it in float32.
 
-        The policy is that of the call, unless there are other entries. The parts get
-        another value than float32, such as `use_float32_result`, if one is given.
+        Args:
+          parts: the modules and lines that get `value`.
+          entries: the policy for the rest; by default the policy of the call.
+          value: the value of the parts in the policy, such as `use_float32_result`.
         """
         entries = self._call.asked.entries if entries is None else entries
         policy = Policy({**entries, **dict.fromkeys(keys_of(parts), value)})
@@ -86,17 +89,18 @@ class Trials:
         entries: Any = None,
         value: Any = jnp.float32,
     ) -> Trial:
-        """Runs what `with_float32` returns, with a scale of the loss."""
+        """Runs the program of `with_float32`, with a scale of the loss."""
         emit, recorder = self.with_float32(parts, entries, value).emit, Recorder()
         asked = self._call.asked
         options = asked.recompute, recorder, asked.reduce_in_float32
         return self._step(lambda x: emit(x, *options), recorder, scale)
 
     def parts(self) -> list[Part]:
-        """Returns what may be in float32, with modules on top first.
+        """Returns the parts that may be in float32, outer modules first.
 
-        With a module that holds all others, nothing would be left in half: its lines
-        are parts, as those outside of modules.
+        With a root module in float32, which holds all modules, nothing would be left in
+        half precision. So the lines of a root module are parts, and so are the lines
+        outside of modules.
         """
         recorder = Recorder()
         emit = functools.partial(self.traced.emit, record=recorder)
@@ -105,15 +109,17 @@ class Trials:
         paths = {row.path for row in rows}
         root = {""} | {x for x in paths if all(_is_inside(path, x) for path in paths)}
         parts = {Part("", x.source) if x.path in root else Part(x.path) for x in rows}
-        # Code of a library, called by itself, has neither. Lines are as in a file.
+        # An equation of library code that no user code calls has no module and no line.
         parts -= {Part()}
+        # By length first, the lines of a file are in the order of their numbers.
         return sorted(parts, key=lambda x: (x.path.count("/"), len(x.line), x))
 
     def gradient_program(self, scale: float) -> tuple[Jaxpr, list[Array]]:
         """Returns the jaxpr of the loss and its gradients in half precision.
 
-        Its operands come with it. It computes nothing again: it has the same roundings,
-        and compiles in three quarters of the time.
+        The operands of the jaxpr are returned as well. The program has no recomputation
+        in the backward pass: without recomputation, the roundings are the same, and the
+        program compiles in three quarters of the time.
         """
         asked = self._call.asked
         options = False, None, asked.reduce_in_float32
@@ -139,16 +145,16 @@ class Trials:
 
 
 def compiler_options() -> dict[str, Any]:
-    """Returns the options for a program that runs a few times, as a trial does."""
+    """Returns the compiler options for a program that runs only a few times."""
     return _ON_CPU if jax.default_backend() == "cpu" else {}
 
 
 @dataclasses.dataclass(frozen=True)
 class _LineChooser(Chooser):
-    """Follows a policy, and leaves lines of code in float32, as `amp_stop` does."""
+    """Follows a policy, but runs some lines of code in float32, as `amp_stop` does."""
 
     lines: tuple[str, ...]
-    decision: Decision | None = None  # that of these lines, if it is another one
+    decision: Decision | None = None  # for these lines, instead of float32
 
     def __call__(self, eqn: Eqn, context: Context) -> Choice:
         if source_text(eqn) in self.lines and kind_of(eqn) is not Kind.STRUCTURED:
@@ -160,7 +166,7 @@ class _LineChooser(Chooser):
 def keys_of(parts: Collection[Part]) -> tuple[str, ...]:
     """Returns the modules among some parts, as keys of a policy.
 
-    The key of an outer module wins: those inside of it have none.
+    The key of an outer module wins, so the modules inside of that module get no key.
     """
     paths = [part.path for part in parts if not part.line]
     outer = [x for x in paths if not any(_is_inside(x, y) and x != y for y in paths)]
@@ -173,17 +179,19 @@ def lines_of(parts: Collection[Part]) -> tuple[str, ...]:
 
 
 def _is_inside(path: str, outer: str) -> bool:
-    """Whether a module is another one, or a part of it."""
+    """Whether a module is the module `outer`, or is inside of that module."""
     return f"{path}/".startswith(f"{outer}/")
 
 
 def fewest(
     parts: list[Part], is_enough: Callable[[Sequence[Part]], bool]
 ) -> list[Part]:
-    """Returns as few of some parts as a search finds that are enough; all are.
+    """Returns as few parts as a search finds that are enough.
 
-    It leaves out first halves, then quarters, and so on, as long as the rest is enough.
-    Those on top go first, so that a part of a module is found before it.
+    All parts together must be enough. The search leaves out first halves of the list,
+    then quarters, and so on, as long as the remaining parts are enough. Outer modules
+    come first in the list and are left out first, so that a module inside is found
+    rather than the module around.
     """
     size, runs = len(parts), 0
     while size > 1:
