@@ -369,9 +369,7 @@ class _Comparing:
         """
         try:
             self._roundings = roundings = Roundings(self._trials, parts, self._scale)
-            self._reaches(roundings.error_without(parts))
-            # A search is worth its runs only if the error to reach is less than half.
-            if self._reachable >= error / 2:
+            if not self._can_reach(roundings.error_without(parts), error):
                 return ()
             worst = roundings.worst(self._reachable, most)
             self._sensitivities = [_sensitivity(roundings, part) for part in worst]
@@ -393,8 +391,8 @@ class _Comparing:
 
     def _searched(self, parts: list[Part], most: int, error: float) -> Sequence[Part]:
         """Returns parts that are enough in float32, found by runs of programs."""
-        self._reaches(self._in_float32(parts).gradient_error if parts else math.inf)
-        if self._reachable >= error / 2:
+        of_parts = self._in_float32(parts).gradient_error if parts else math.inf
+        if not self._can_reach(of_parts, error):
             told = "nothing less than the whole program in float32 is enough"
             self._notes.append(told)
             return ()
@@ -406,12 +404,19 @@ class _Comparing:
             return ()
         return found
 
-    def _reaches(self, error: float) -> None:
-        """Sets the error to reach from the error with all parts in float32.
+    def _can_reach(self, of_parts: float, error: float) -> bool:
+        """Sets the error to reach, and returns whether a few parts may reach it.
 
-        The error of a few parts cannot be smaller. Twice the error counts as reached.
+        The error with all parts in float32 is `of_parts`: no choice of parts does
+        better. If even that is too much, another fault is beside them. A search for the
+        few parts that reach twice that error is then worth its runs only if it halves
+        the error.
         """
-        self._reachable = max(self._enough, 2 * error)
+        if of_parts <= self._enough:
+            self._reachable = self._enough
+            return True
+        self._reachable = 2 * of_parts
+        return self._reachable < error / 2
 
     def _in_float32(self, parts: Sequence[Part]) -> Setting:
         return self._try(f"{_named(parts)} in float32", *parts)[0]

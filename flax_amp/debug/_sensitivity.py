@@ -54,7 +54,6 @@ Kinds = Sequence[int]
 
 # --- the search ----------------------------------------------------------------------
 
-_MAX_FOUND = 8  # parts
 # A group of parts whose harm is at most this share of the error that is enough is not
 # opened.
 _NEGLIGIBLE = 0.25

@@ -284,3 +284,25 @@ def test_a_remedy_for_a_line_without_a_module(fun, number, mark):
         f"{best.lines[0]} in float32",
         f"all {len(best.lines)} in float32",
     )
+
+
+def test_an_error_a_little_above_the_threshold_is_searched():
+    """At a little more than the threshold, too, a module in float32 is found."""
+    rows = jax.random.normal(jax.random.key(0), (4, 16))
+    eye = jnp.eye(16)
+
+    def loss(w, x, size):
+        with jax.named_scope("first"):
+            y = jnp.tanh(x @ w)
+        with jax.named_scope("cancels"):
+            y = (y * size) @ w - (y * size - y) @ w
+        return jnp.mean(y**2)
+
+    for size in (8.0, 16.0, 32.0, 64.0):
+        found = compare_precision(loss)(eye, rows, jnp.full((1, 16), size))
+        error = found.as_it_is.gradient_error / found.threshold
+        if 1 < error < 2:
+            break
+    else:
+        raise AssertionError("no size gives such an error")
+    assert found.best is not None and found.best.keys == ("cancels",), str(found)
