@@ -128,8 +128,9 @@ $(VENV)/.made $(CORPUS)/.made:
 	exit 1
 
 $(EXAMPLES_READY): pyproject.toml | $(VENV)/.made
-	@echo "installing flax_amp[examples] into $(VENV); it may take minutes"
-	@$(PIP) install --quiet --editable '.[examples]'
+	@echo "installing flax_amp[examples] into $(VENV): one to five minutes"
+	@began=$$(date +%s); $(PIP) install --quiet --editable '.[examples]' && \
+	  echo "installed in $$(($$(date +%s) - began)) s"
 	@touch $@
 
 # Each is named after a group of pyproject.toml. `make -j` installs one at a time.

@@ -102,6 +102,11 @@ def main() -> int:
     half_precision = "--precision=16-mixed"
     killed_at = run(half, half_precision, kill_after=KILL_AFTER, overview=True)
     console.print(f"killed (SIGKILL) after step {killed_at}")
+    every = get_config().checkpoint_every
+    newest, last = max(saved(half)), killed_at - killed_at % every
+    if newest < last:
+        told = f"the save of step {last} was still being written: step {newest} is left"
+        console.print(told)
     for title, folder, *flags in (
         ("float16, the same command again", half, half_precision),
         ("bfloat16", brain, "--precision=bf16-mixed"),

@@ -17,6 +17,7 @@ _PANELS = {
     "learning_rate": ("learning rate", 1.1),
     "skip_rate": ("skip rate", 0.9),
 }
+_RED = "#c8102e"  # of crosses
 Run = str | os.PathLike[str]
 # Its label, its steps, its values, and the steps of windows in which some were skipped.
 _Line = tuple[str, np.ndarray, np.ndarray, np.ndarray]
@@ -41,6 +42,7 @@ def plot(*runs: Run, out: Run | None = None) -> Path:
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
     except ImportError as error:
         told = "plot needs matplotlib. In a clone of flax_amp: pip install '.[plot]'"
         raise ImportError(told) from error
@@ -62,6 +64,10 @@ def plot(*runs: Run, out: Run | None = None) -> Path:
     for axes, name in zip(grid, panels, strict=True):
         _draw(axes, name, panels[name])
     axes.set_xlabel("step")
+    if any(skipped.size for lines in panels.values() for *_, skipped in lines):
+        style: dict[str, Any] = dict(marker="x", ms=4, linestyle="", color=_RED)
+        handle = Line2D([], [], label="steps were skipped", **style)
+        figure.legend(handles=[handle], fontsize=7, frameon=False, loc="upper right")
     path = Path(out or (folder if len(runs) == 1 else Path()) / "plot.png")
     figure.savefig(path, dpi=150)
     return path
@@ -87,7 +93,7 @@ def _draw(axes: Any, name: str, lines: list[_Line]) -> None:
     axes.set_title(_PANELS[name][0], loc="left", fontsize=10)
     axes.grid(axis="y", color="#ddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    red = dict(color="#c8102e", clip_on=False, transform=axes.get_xaxis_transform())
+    red = dict(color=_RED, clip_on=False, transform=axes.get_xaxis_transform())
     for label, steps, y, skipped in lines:
         marker = "o" if len(steps) <= 40 else ""
         axes.plot(steps, y, marker=marker, ms=2.5, lw=1.3, label=label)
