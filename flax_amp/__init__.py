@@ -1,8 +1,9 @@
 """Automatic mixed precision for Flax training loops.
 
-`amp` rewrites a float32 function so that it computes in float16 or bfloat16 where that
-is safe. A dynamic loss scaler guards the gradients. `make_train_step` turns a loss into
-one jitted step over an `AmpTrainState`, which Orbax saves and restores.
+`amp` rewrites a float32 function. The rewritten function computes in float16 or
+bfloat16 where half precision is safe. A dynamic loss scaler guards the gradients.
+`make_train_step` turns a loss into a jitted step over an `AmpTrainState`, which Orbax
+saves and restores.
 """
 
 import importlib
@@ -57,12 +58,13 @@ use_compute_precision_behind_matmuls use_float32_result use_fp8 use_original_pre
 """.split()
 
 
-# Imported when they are first used, because a training step needs none of them, and
-# Orbax alone takes about as long to import as JAX.
+# These subpackages are imported at the first use, because a training step needs none of
+# them, and Orbax alone takes about as long to import as JAX.
 _SUBPACKAGES = ("checkpoint", "debug", "metrics")
 _OF_DEBUG = ("compare_precision", "explain", "find_nonfinite")
 
-if typing.TYPE_CHECKING:  # which then reports names that do not exist
+# A type checker does not see `__getattr__`, and so reports names that do not exist.
+if typing.TYPE_CHECKING:
     from flax_amp import checkpoint as checkpoint
     from flax_amp import debug as debug
     from flax_amp import metrics as metrics
@@ -72,7 +74,7 @@ if typing.TYPE_CHECKING:  # which then reports names that do not exist
 else:
 
     def __getattr__(name):
-        """Imports a subpackage, or a function of one, when it is first used."""
+        """Imports a subpackage, or a function of `debug`, at the first use."""
         if name in _SUBPACKAGES:
             return importlib.import_module(f"flax_amp.{name}")
         if name in _OF_DEBUG:

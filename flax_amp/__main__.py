@@ -25,10 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     version = f"flax_amp {flax_amp.__version__}"
     parser.add_argument("--version", action="version", version=version)
-    # A run may hold the accelerator at the same time.
+    # The commands run on the CPU, because a training run may hold the accelerator.
     parser.set_defaults(platforms="cpu")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    # Each adds parsers, whose `run` takes the arguments and returns the exit code.
+    # Each function adds parsers. The `run` of a parser takes the arguments and returns
+    # the exit code.
     for add in (add_checkpoint, add_commands, add_plot):
         add(commands)
     args, unknown = parser.parse_known_args(arguments)

@@ -1,6 +1,6 @@
-"""Checks of arguments that several packages make, and how their messages show values.
+"""Checks of arguments for several packages, and the text of values in messages.
 
-A message says what was given, what was expected, and what to do.
+A message names the given value, the expected value and the remedy.
 """
 
 import contextlib
@@ -22,11 +22,12 @@ def check_type(value: object, types: Any, name: str, expected: str) -> None:
 def check_count(
     value: Any, seen: str, what: str = "", least: int = 1, most: int | None = None
 ) -> int:
-    """Returns a count as an int; raises a ValueError if it is none, or out of range.
+    """Returns a count as an int, or raises a ValueError.
 
-    `seen` and `what` are for the message: what was given, and what is counted.
+    A count is an integer from `least` to `most`. The message shows the argument as
+    `seen`, and names the counted things by `what`, such as "of steps".
     """
-    # jaxamp annotates `redo_on_nan` as a bool, which is an integer.
+    # A bool counts as an integer, because jaxamp annotates `redo_on_nan` as a bool.
     with contextlib.suppress(TypeError):
         count = operator.index(value)
         if least <= count and (most is None or count <= most):
@@ -40,13 +41,13 @@ def check_count(
 
 
 def first_of(items: Sequence[str], count: int = 3, separator: str = ", ") -> str:
-    """Returns the first items as text, and how many more there are."""
+    """Returns the first items as text, and the number of further items."""
     more = f" and {len(items) - count} more" if len(items) > count else ""
     return separator.join(items[:count]) + more
 
 
 def describe(value: Any) -> str:
-    """Returns dtype and shape of a number or an array; the type of all else."""
+    """Returns the dtype and shape of a number or an array, or the type of an object."""
     if _tree.is_numeric(value):
         return f"{jnp.result_type(value)}{list(jnp.shape(value))}"
     name = type(value).__name__

@@ -1,7 +1,8 @@
 """Every difference between JAX versions, and every use of `jax._src`.
 
-The rest of the package sees one JAX: sub-jaxprs as `(jaxpr, consts)` pairs, scan
-operands as counts, equations bound by one call. Supported: JAX 0.10, 0.11, 0.12.
+The rest of the package sees the same JAX in all versions: sub-jaxprs as `(jaxpr,
+consts)` pairs, scan operands as counts, and equations that a single call binds. JAX
+0.10, 0.11 and 0.12 are supported.
 """
 
 import contextlib
@@ -12,8 +13,9 @@ from typing import Any
 import jax
 from jax.extend import source_info_util
 
-# What annotations call JAX's objects. Type checkers learn nothing from its classes: an
-# `AbstractValue` has no dtype for them, and a closed jaxpr is an open one in JAX 0.12.
+# The names of JAX's objects in annotations. Type checkers learn nothing from JAX's own
+# classes: an `AbstractValue` has no dtype for a type checker, and a closed jaxpr is an
+# open jaxpr in JAX 0.12.
 Array = Any  # jax.Array, a tracer, or a NumPy array
 Arrays = Sequence[Array]
 Atom = Any  # jax.extend.core.Var or Literal
@@ -31,7 +33,7 @@ def _private(module: str) -> Any:
 
 
 _CORE = _private("core")
-# No public name leads to this primitive, or to the error of a jit that is bound.
+# No public name leads to this primitive, or to the error that a bound jit raises.
 ragged_dot_general_p: Any = _private("lax.lax").ragged_dot_general_p
 InternalFloatingPointError: Any = _private("api_util").InternalFloatingPointError
 
@@ -39,7 +41,8 @@ InternalFloatingPointError: Any = _private("api_util").InternalFloatingPointErro
 def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     """Returns `(jaxpr, consts)` of an open or closed jaxpr.
 
-    Since JAX 0.11 there is one class for both; before, a `ClosedJaxpr` wraps a `Jaxpr`.
+    Since JAX 0.11, open and closed jaxprs have the same class. Before, a `ClosedJaxpr`
+    wraps a `Jaxpr`.
     """
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
@@ -55,15 +58,16 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
 def scan_options(eqn: Eqn) -> Params:
     """Returns the keyword arguments that rebuild a scan with `jax.lax.scan`."""
     names = ["reverse", "unroll", "_split_transpose"]
-    if isinstance(eqn.params["length"], int):  # a symbol stands in the shapes of xs
+    # `jax.lax.scan` takes a symbolic length from the shapes of `xs`.
+    if isinstance(eqn.params["length"], int):
         names.append("length")
     return {name: eqn.params[name] for name in names if name in eqn.params}
 
 
 def bind(eqn: Eqn, operands: Sequence[Array], params: Params) -> list[Array]:
-    """Binds `eqn.primitive` to other operands and parameters."""
+    """Binds `eqn.primitive` to the given operands and parameters."""
     primitive = eqn.primitive
-    if "bwd" in params:  # JAX runs it under the line of the call
+    if "bwd" in params:  # JAX would run the backward rule under the line of the call
         params = {**params, "bwd": wrap_rule(params["bwd"], _with_own_lines)}
     outs = primitive.bind(*operands, **primitive.get_bind_params(params))
     # The batching rule of `dce_sink` gives a result that the primitive does not have.
@@ -73,24 +77,24 @@ def bind(eqn: Eqn, operands: Sequence[Array], params: Params) -> list[Array]:
 # --- hi-primitives -------------------------------------------------------------------
 
 # A hi-primitive is an object that has rules, and no jaxpr among the parameters of its
-# equation. These flags, which are off in JAX 0.12 by default, make one of each
-# `checkpoint`, custom derivative and loop.
+# equation. Under the flags below, JAX makes a hi-primitive of each `checkpoint`, custom
+# derivative and loop. The flags are off by default in JAX 0.12.
 _CONFIG = _private("config")
 _NAMES = ("remat3", "custom_vjp3", "custom_jvp3", "scan3")
 _FLAGS = [getattr(_CONFIG, name) for name in _NAMES if hasattr(_CONFIG, name)]
 
 
 def makes_hi_primitives() -> bool:
-    """Whether one of these flags is on."""
+    """Whether a flag is on under which JAX makes hi-primitives."""
     return any(flag.value for flag in _FLAGS)
 
 
 @contextlib.contextmanager
 def ordinary_primitives() -> Iterator[None]:
-    """Turns these flags off while a block or a decorated function is traced.
+    """Turns the flags for hi-primitives off in a block or a decorated function.
 
-    JAX traces again what it has traced with them on: they belong to the keys of its
-    caches.
+    JAX traces a function again that was traced with a flag on, because the flags belong
+    to the keys of JAX's caches.
     """
     on = [flag for flag in _FLAGS if flag.value]
     with contextlib.ExitStack() as stack:
@@ -121,9 +125,10 @@ def own_lines() -> Iterator[None]:
 
 
 def wrap_rule(rule: Any, around: Callable[..., Any], *args: Any) -> Any:
-    """Returns a backward rule in JAX's own form that runs another function around it.
+    """Returns a backward rule in JAX's own form that runs `around` around `rule`.
 
-    JAX calls it with operands, and it calls `around(rule, *args, *operands)`.
+    JAX calls the returned rule with operands, and the returned rule calls
+    `around(rule, *args, *operands)`.
     """
     return rule.wrap(around, args, None)
 
@@ -134,7 +139,7 @@ def _with_own_lines(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def hoist_consts(closed: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:
-    """Returns a closed jaxpr as an open one that takes its consts as first inputs."""
+    """Returns an open jaxpr that takes the consts as first inputs, and the consts."""
     jaxpr, consts = open_jaxpr(closed)
     if not consts:
         return jaxpr, ()
@@ -150,7 +155,10 @@ def default_device() -> Any:
 
 
 def is_in_mesh() -> bool:
-    """Whether a mesh of several devices is a context, which no type tells of."""
+    """Whether the code runs in the context of a mesh of several devices.
+
+    The types of arrays do not tell of such a context.
+    """
     mesh = _private("mesh").thread_resources.env.physical_mesh
     return not mesh.empty and mesh.size > 1
 
@@ -158,8 +166,9 @@ def is_in_mesh() -> bool:
 def takes_symbolic_zeros() -> bool:
     """Whether a `custom_vjp` may ask for symbolic zeros here.
 
-    An eager `shard_map` refuses it, whether or not there is a derivative. It runs what
-    is traced in it, such as the body of a scan, in the same way.
+    An eager `shard_map` refuses symbolic zeros, whether or not there is a derivative. A
+    trace inside of the `shard_map`, such as the trace of the body of a scan, is run in
+    the same way. So the search looks at all outer traces.
     """
     trace = _CORE.trace_ctx.trace
     while trace is not None and type(trace).__name__ != "ShardMapTrace":
@@ -168,7 +177,7 @@ def takes_symbolic_zeros() -> bool:
 
 
 def is_of_trace(x: Any) -> bool:
-    """Whether an object belongs to a trace, and so reaches all that the trace made."""
+    """Whether an object belongs to a trace, and so refers to all objects of a trace."""
     of_trace = (_CORE.Trace, _CORE.Jaxpr, _CORE.JaxprEqn)
     module = "jax._src.interpreters.partial_eval"
     return isinstance(x, of_trace) or type(x).__module__ == module

@@ -1,6 +1,7 @@
-"""Runs jaxprs equation by equation, and reads what equations and their types tell.
+"""Runs jaxprs equation by equation, and reads facts of equations and of their types.
 
-Nothing here depends on the version of JAX; `_compat.py` has what does.
+Nothing here depends on the version of JAX. `_compat.py` has the code that depends on
+the version.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +33,8 @@ def bind_in_context(eqn: Eqn, operands: Arrays) -> Arrays:
         return bind(eqn, operands, eqn.params)
 
 
-# Their parameters hold a function of the dtype, such as the addition of two numbers.
+# The parameters of these primitives hold a function for a fixed dtype, such as the
+# addition of two numbers. So an equation in another dtype is made anew.
 _SCATTERS = {
     "scatter-add": jax.lax.scatter_add,
     "scatter-sub": jax.lax.scatter_sub,
@@ -43,7 +45,7 @@ _SCATTERS = {
 
 
 def bind_in_dtype(eqn: Eqn, operands: Arrays, params: Params) -> Arrays:
-    """Binds an equation to operands of another dtype, all floats of the same one."""
+    """Binds an equation to operands in a new dtype, which all float operands share."""
     name = eqn.primitive.name
     if name not in _SCATTERS:
         return bind(eqn, operands, params)
@@ -57,11 +59,11 @@ def evaluate(
     operands: Arrays,
     run: Callable[[Eqn, Arrays], Arrays] = bind_in_context,
 ) -> Arrays:
-    """Runs a jaxpr equation by equation; returns its results.
+    """Runs a jaxpr equation by equation, and returns the results of the jaxpr.
 
-    `run` returns the results of an equation for its operands, by default those that JAX
-    computes. Operands are arrays or anything else that `run` takes. Literals and
-    constants reach it as they are.
+    `run` takes an equation and its operands, and returns the results of the equation.
+    By default JAX computes the results. Operands are arrays, or any objects that `run`
+    takes. Literals and constants reach `run` as they are.
     """
     jaxpr, consts = open_jaxpr(closed)
     env = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -74,7 +76,7 @@ def evaluate(
     last |= dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns))
     for i, eqn in enumerate(jaxpr.eqns):
         env |= zip(eqn.outvars, run(eqn, read(eqn.invars)), strict=True)
-        # Outside of `jit` an array takes memory for as long as it is held.
+        # Outside of `jit` an array takes memory for as long as `env` holds the array.
         for v in {*variables(eqn.invars), *eqn.outvars}:
             if last.get(v, i) == i:
                 del env[v]
@@ -82,7 +84,7 @@ def evaluate(
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Returns those operands or results of an equation that are not literals."""
+    """Returns the operands or results of an equation that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
@@ -96,9 +98,10 @@ def has_options(eqn: Eqn) -> bool:
 
 
 def named_axes(eqn: Eqn) -> set[str]:
-    """Returns the axes of a mesh along which an equation asks for other devices.
+    """Returns the axes of a mesh along which an equation depends on the device.
 
-    It may also ask for its own place among them. JAX has an effect for each.
+    Along an axis, the equation communicates with further devices, or reads the place of
+    its own device. JAX gives the equation an effect for each axis.
     """
     kind = "NamedAxisEffect"
     return {effect.name for effect in eqn.effects if type(effect).__name__ == kind}
@@ -107,7 +110,7 @@ def named_axes(eqn: Eqn) -> set[str]:
 def varying_axes(aval: Aval) -> frozenset[str]:
     """Returns the axes of a mesh along which a value in a `shard_map` may differ.
 
-    They are known with `check_vma=True` only.
+    The axes are known with `check_vma=True` only.
     """
     return aval.mat.varying
 
@@ -124,10 +127,11 @@ def struct_of(aval: Aval, dtype: DType) -> jax.ShapeDtypeStruct:
 
 
 def atom_of(x: Any) -> Var | np.ndarray | None:
-    """Returns what stands for a tracer in the jaxpr that is being, or was, made.
+    """Returns the variable or the number that stands for a tracer in its jaxpr.
 
-    It is a variable, or the number of a literal such as `jnp.float32(2)`; `None` for
-    tracers of another kind, and for what is no tracer.
+    The jaxpr is being made, or was made before. A number stands for the tracer of a
+    literal, such as `jnp.float32(2)`. Tracers of another kind, and objects that are no
+    tracers, give `None`.
     """
     atom = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
     if isinstance(atom, Literal):
@@ -137,7 +141,8 @@ def atom_of(x: Any) -> Var | np.ndarray | None:
 
 # --- hi-primitives -------------------------------------------------------------------
 
-# The attribute that keeps the jaxpr of a hi-primitive, so that it is traced once.
+# The attribute that keeps the jaxpr of a hi-primitive. So a hi-primitive is traced only
+# once.
 _RUNS = "_flax_amp_runs"
 
 
@@ -152,13 +157,13 @@ def hi_name(eqn: Eqn) -> str:
 
 
 def is_of_flags(eqn: Eqn) -> bool:
-    """Whether an equation is one that JAX makes with `jax_remat3` and the like."""
+    """Whether JAX made a hi-primitive because of `jax_remat3` or a similar flag."""
     names = ("RematTraced", "CustomVJPTraced", "CustomJVPTraced", "Scan3")
     return hi_name(eqn) in names
 
 
 def inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
-    """Returns all jaxprs in an equation, and the one that a hi-primitive runs."""
+    """Returns all jaxprs in an equation, or the jaxpr that a hi-primitive runs."""
     if not hi_name(eqn):
         return list(jaxprs_in_params(eqn.params))
     hi = eqn.params["_prim"]
@@ -173,6 +178,6 @@ def inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
 
         try:
             vars(hi)[_RUNS] = [jax.make_jaxpr(run)(*structs)]
-        except NameError:  # that of an axis of a mesh, outside of its `shard_map`
+        except NameError:  # an axis of a mesh has no name outside of its `shard_map`
             vars(hi)[_RUNS] = []
     return vars(hi)[_RUNS]

@@ -1,7 +1,8 @@
 """The user's scopes, source lines and names of arrays, for profiles and errors.
 
-The equations of a rewritten program are bound under the scopes and the source line that
-they had, and its inputs are called what they were called.
+The equations of a rewritten program are bound under the scopes and the source lines of
+the original equations. The inputs keep the names that JAX gives to the arguments of the
+user's function.
 """
 
 import contextlib
@@ -22,13 +23,13 @@ from flax_amp._compat import (
     open_jaxpr,
 )
 
-# The lines of operations, in profiles and errors, are the user's.
+# Profiles and errors show the user's line of an operation, not a line of this package.
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 source_info_util.register_exclusion(_PACKAGE)
 
 _JAX_FOLDER = os.path.dirname(jax.__file__)
 
-# --- what JAX tells of an equation ---------------------------------------------------
+# --- the source of an equation -------------------------------------------------------
 
 
 def scopes(eqn: Eqn) -> tuple[Any, ...]:
@@ -49,7 +50,7 @@ def scope_names(eqn: Eqn) -> tuple[str, ...]:
 def user_frames(eqn: Eqn) -> Iterator[tuple[str, int]]:
     """Yields files and lines of the code outside of JAX that an equation comes from.
 
-    The innermost one comes first. This package is left out, too.
+    The innermost frame comes first. Frames of this package are left out, too.
     """
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
         if not frame.file_name.startswith((_JAX_FOLDER, _PACKAGE)):
@@ -59,7 +60,7 @@ def user_frames(eqn: Eqn) -> Iterator[tuple[str, int]]:
 def source_of(closed: Jaxpr) -> str:
     """Returns the name and the place of a function of JAX that was traced to a jaxpr.
 
-    It is empty for functions outside of JAX.
+    For functions outside of JAX the text is empty.
     """
     info = getattr(open_jaxpr(closed)[0], "debug_info", None)
     source = str(getattr(info, "func_src_info", ""))
@@ -69,7 +70,7 @@ def source_of(closed: Jaxpr) -> str:
 def is_numerics_of_jax(eqn: Eqn) -> bool:
     """Whether an equation stands in code of JAX that chooses its own precision.
 
-    That is linear algebra, and the scaling of images.
+    Such code is JAX's linear algebra, and its scaling of images.
     """
     frames = getattr(eqn.source_info.traceback, "frames", ())
     files = (frame.file_name for frame in frames)
@@ -77,13 +78,14 @@ def is_numerics_of_jax(eqn: Eqn) -> bool:
     return any({"linalg", "image"} & set(re.findall(r"\w+", file)) for file in of_jax)
 
 
-# --- what an equation is bound under -------------------------------------------------
+# --- scopes and lines of a bound equation --------------------------------------------
 
 
 def opened(eqn: Eqn, call: Eqn, keeps_line: bool) -> Any:
-    """Returns an equation in a call as it stands in the place of the call.
+    """Returns an equation of a called jaxpr as it stands in the place of the call.
 
-    One without a line of the user, as in a function of JAX, gets that of the call.
+    An equation without a line of the user's code, as in a function of JAX, gets the
+    line of the call. The scopes of the call come before the scopes of the equation.
     """
     has_line = keeps_line or next(user_frames(eqn), None) is not None
     info = (eqn if has_line else call).source_info
@@ -102,7 +104,7 @@ def equation_context(eqn: Eqn) -> contextlib.ExitStack:
 def restored_line(eqn: Eqn, name_stack: Any = None) -> contextlib.ExitStack:
     """Restores an equation's source line, also in the traceback of a NaN."""
     context = contextlib.ExitStack()
-    context.push(_show_line)  # runs after what is entered later
+    context.push(_show_line)  # leaves after the context that is entered below
     traceback = eqn.source_info.traceback
     context.enter_context(
         source_info_util.user_context(traceback, name_stack=name_stack)
@@ -116,15 +118,15 @@ _REWRITTEN = "The last frames are those of the function that flax_amp has rewrit
 def _show_line(kind: Any, error: BaseException | None, traceback: Any) -> None:
     """Ends the traceback of a NaN where the user's function has the operation.
 
-    JAX gives the error a cause with these frames, which `jax.jit` drops. A jit that is
-    bound raises an internal one instead.
+    JAX gives the error a cause with the user's frames, and `jax.jit` drops this cause.
+    A bound jit raises an internal error instead of a `FloatingPointError`.
     """
     if isinstance(error, InternalFloatingPointError):
         raise FloatingPointError(f"invalid value ({error.ty}) in {error.name}")
     if not isinstance(error, FloatingPointError):
         return
     if _REWRITTEN in getattr(error, "__notes__", ()):
-        return  # deeper, and so more precise
+        return  # an inner equation has set the line, which is more precise
     source = error.__cause__
     name = type(source).__name__
     if source is not None and name == "JaxStackTraceBeforeTransformation":
@@ -142,15 +144,18 @@ def _behind_package(traceback: Any) -> Any:
     return last
 
 
-# --- what errors call arrays ---------------------------------------------------------
+# --- names of arrays in errors -------------------------------------------------------
 
 
 def name_arrays(
     fun: Callable[..., Any], args: Any, kwargs: Any, arrays: Arrays
 ) -> list[str]:
-    """Returns what JAX's messages call arrays in the arguments, `batch['x']`."""
+    """Returns the names of arrays in JAX's messages, such as `batch['x']`.
+
+    An array that is no argument has an empty name.
+    """
     names: Any = jax.api_util.debug_info("amp", fun, args, kwargs).arg_names
-    # In reverse, since the first one counts if an array is passed twice.
+    # In reverse, so that an array that is passed twice gets its first name.
     leaves = reversed(jax.tree.leaves((args, kwargs)))
     by_array = dict(zip(map(id, leaves), reversed(names), strict=False))
     return [by_array.get(id(x), "") for x in arrays]
@@ -159,11 +164,12 @@ def name_arrays(
 def traced_as(
     function: Callable[..., Any], fun: Callable[..., Any], names: Sequence[str]
 ) -> Callable[..., Any]:
-    """Returns a function of arrays whose errors are those of the user's function `fun`.
+    """Returns `function` of arrays, which JAX's errors call by the name of `fun`.
 
-    `names` are what the arrays are called among the arguments of `fun`.
+    `fun` is the user's function. `names` are the names of the arrays among the
+    arguments of `fun`.
     """
     info: Any = jax.api_util.debug_info("amp", fun, (), {})
-    # The attribute by which JAX names functions that it makes from others.
+    # JAX reads this attribute for the name of a function that wraps another function.
     vars(function)["__fun_debug_info__"] = info._replace(arg_names=tuple(names))
     return function

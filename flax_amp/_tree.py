@@ -17,7 +17,8 @@ Kind = type | tuple[type, ...]
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is a JAX or NumPy array, typed PRNG keys and tracers included.
 
-    NumPy arrays of objects, strings and times do not count: JAX does not take them.
+    NumPy arrays of objects, strings and times do not count, because JAX does not take
+    such arrays.
     """
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind not in "OSUmM"
@@ -50,14 +51,14 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed PRNG keys, or the shape of one."""
+    """Whether a leaf is an array of typed PRNG keys, or the shape of such an array."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def key_impl(key: Any) -> Any:
     """Returns the implementation of typed keys, which may be abstract."""
-    # Of a `ShapeDtypeStruct`, only a trace tells it.
+    # Only a trace tells the implementation of a `ShapeDtypeStruct`.
     impls: list[Any] = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), key)
     return impls[0]
@@ -66,12 +67,12 @@ def key_impl(key: Any) -> Any:
 def widen(x: Any) -> jax.Array:
     """Returns an array, or a Python number, in at least float32."""
     x = jnp.asarray(x)
-    # float64 and complex numbers are wider already, and stay what they are.
+    # float64 and complex numbers are wider already, and keep their dtype.
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def float32_if_bfloat16(leaf: Any) -> Any:
-    """Returns a bfloat16 array, or its shape, in float32; other leaves as they are."""
+    """Returns a bfloat16 array or shape in float32, and each further leaf unchanged."""
     if getattr(leaf, "dtype", None) != jnp.bfloat16:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -80,14 +81,14 @@ def float32_if_bfloat16(leaf: Any) -> Any:
 
 
 def own(leaf: Any) -> Any:
-    """Returns a copy of an array as a JAX array: donating it deletes no other one."""
+    """Copies an array to a JAX array; the original stays when the copy is donated."""
     return jnp.array(leaf, copy=True) if is_array(leaf) else leaf
 
 
 def strong_copy(leaf: Any) -> Any:
     """Returns a number or an array as a strongly typed JAX array of its own.
 
-    A step would be traced again for an array with a weak type.
+    JAX would trace a step again for an array with a weak type.
     """
     if not is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
         return leaf
@@ -96,9 +97,10 @@ def strong_copy(leaf: Any) -> Any:
 
 
 def with_weak_type(x: jax.Array, is_weak: bool) -> jax.Array:
-    """Returns an array with or without a weak type; JAX has no public cast for it.
+    """Returns an array with or without a weak type.
 
-    Arrays with a weak type promote as Python numbers do.
+    Arrays with a weak type promote as Python numbers do. JAX has no public function
+    that casts to a weak type.
     """
     if getattr(jax.typeof(x), "weak_type", False) == is_weak:
         return x
@@ -125,8 +127,8 @@ def all_finite(tree: PyTree) -> jax.Array:
 def stays_finite(new: PyTree, old: PyTree) -> jax.Array:
     """Returns bool[]: no element is an inf or a NaN in `new` that was finite in `old`.
 
-    An element that was not finite before may stay so: a running maximum starts at -inf.
-    `None` in `new` stands for a leaf that did not change.
+    An element that was not finite before may stay infinite or NaN: a running maximum
+    starts at -inf. `None` in `new` stands for a leaf that did not change.
     """
 
     def of_leaf(new: Any, old: Any) -> Any:
@@ -134,7 +136,7 @@ def stays_finite(new: PyTree, old: PyTree) -> jax.Array:
             return None
         return jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
 
-    # `None`, for what did not change, is no leaf.
+    # `None`, for a leaf that did not change, is no leaf, and so has no flag.
     return _all(jax.tree.leaves(map_or_none(of_leaf, new, old)))
 
 
@@ -143,7 +145,7 @@ def _all(flags: Sequence[jax.Array]) -> jax.Array:
 
 
 def select(predicate: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
-    """Returns the leaves of one of two trees, bit for bit, typed keys included."""
+    """Returns the leaves of `on_true` or `on_false` bit for bit, also typed keys."""
     # By `where`, not by a product with 0 and 1: `0 * nan` is NaN, and -0.0 stays -0.0.
     return jax.tree.map(
         lambda new, old: jnp.where(predicate, new, old), on_true, on_false
@@ -151,13 +153,13 @@ def select(predicate: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
 
 
 def nodes(tree: PyTree, kind: Kind) -> list[Any]:
-    """Returns the nodes of a type in a tree, except those inside of others."""
+    """Returns the outermost nodes of a type in a tree."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def replace_nodes(tree: PyTree, kind: Kind, new: Iterable[Any]) -> PyTree:
-    """Returns a tree with other nodes in place of those that `nodes` returns."""
+    """Returns a tree with new nodes in place of the nodes that `nodes` returns."""
     new = iter(new)
     return jax.tree.map(
         lambda leaf: next(new) if isinstance(leaf, kind) else leaf,
@@ -167,7 +169,7 @@ def replace_nodes(tree: PyTree, kind: Kind, new: Iterable[Any]) -> PyTree:
 
 
 def partition(tree: PyTree, where: Callable[[Any], bool]) -> tuple[PyTree, PyTree]:
-    """Splits a tree into `(matching, rest)`, with `None` in place of what is absent."""
+    """Splits a tree into `(matching, rest)`, with `None` in place of absent leaves."""
     # Two maps, because a pair in the place of each leaf would be two more leaves.
     matching = jax.tree.map(lambda leaf: leaf if where(leaf) else None, tree)
     rest = jax.tree.map(lambda leaf: None if where(leaf) else leaf, tree)
@@ -180,7 +182,7 @@ def map_or_none(function: Callable[..., Any], *trees: PyTree) -> PyTree:
 
 
 def partition_like(tree: PyTree, matching: PyTree) -> PyTree:
-    """Returns `tree` with `None` where `matching` has it."""
+    """Returns `tree` with `None` where `matching` has `None`."""
     return map_or_none(
         lambda leaf, like: None if like is None else leaf, tree, matching
     )
@@ -219,7 +221,7 @@ def pick(items: Iterable[Any], mask: Iterable[bool]) -> list[Any]:
 def fill(
     chosen: Iterable[Any], mask: Iterable[bool], others: Iterable[Any]
 ) -> list[Any]:
-    """Returns the others, with the chosen items in the places that a mask selects."""
+    """Returns `others` with the chosen items in the places that a mask selects."""
     rest = iter(chosen)
     pairs = zip(mask, others, strict=True)
     return [next(rest) if is_chosen else other for is_chosen, other in pairs]

@@ -1,16 +1,17 @@
 """Which equation runs in which precision: words, precision functions and policies.
 
-A *policy* is a plain dict. Its keys are JAX primitives and scope strings, its values
-dtypes or *precision functions*
+A *policy* is a plain dict. Its keys are JAX primitives and scope strings. Its values
+are dtypes or *precision functions*
 
     (compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, bind_params)
 
-which cast the operands of one equation and adapt its parameters. `amp` recognizes the
-functions of this module; any other one it calls on the equations that its key selects.
+which cast the operands of an equation and adapt its parameters. `amp` recognizes the
+functions of this module. `amp` calls a user's own function on the equations that the
+key of the function selects.
 
-The outermost `jax.named_scope` (or Flax module) around an equation that a key matches
-decides, or else its primitive. All other equations follow the rule of `amp`, with
-`"amp_default"` as their value.
+A key may match a `jax.named_scope` (or Flax module) around an equation. The outermost
+such scope decides. Without such a scope, the key of the primitive decides. An equation
+that no key selects follows the rule of `amp`, with `"amp_default"` as its value.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, DType, Params
 from flax_amp._scope_paths import paths, pattern
 
-BindArguments = tuple[Arrays, Params]  # what a primitive is bound to
+BindArguments = tuple[Arrays, Params]  # the operands and parameters of a bind
 PrecisionFunction = Callable[..., BindArguments]
 PolicyEntries = Mapping[Any, Any]
 
@@ -44,7 +45,7 @@ def _cast(x: Array, dtype: DTypeLike) -> Array:
 
 
 def with_result_dtype(bind_params: Mapping[str, Any], dtype: DTypeLike) -> Params:
-    """Returns `bind_params` with the float result dtypes they fix set to `dtype`."""
+    """Returns `bind_params` with `dtype` in place of the float result dtypes."""
     changed = dict(bind_params)
     for name in {"preferred_element_type", "out_dtype"} & changed.keys():
         if changed[name] is not None and jnp.issubdtype(changed[name], jnp.floating):
@@ -82,9 +83,10 @@ def use_compute_precision_behind_matmuls(
 ) -> BindArguments:
     """Runs the equation in the compute dtype if a matmul comes before it.
 
-    As the value of a primitive. An equation whose operands come from data, weights and
-    constants alone follows the rule of `amp`: coordinates are subtracted, and edges are
-    counted, in float32. In the body of a loop, what the body gets counts as data.
+    This function is for the key of a primitive. An equation whose operands come from
+    data, weights and constants alone follows the rule of `amp`: coordinates are
+    subtracted, and edges are counted, in float32. In the body of a loop, the inputs of
+    the body count as data.
 
     Arguments and result as in `use_compute_precision`.
 
@@ -119,10 +121,10 @@ def use_float32_result(
 ) -> BindArguments:
     """Runs a matmul in the compute dtype, and keeps its float32 sum as the result.
 
-    As the value of a matmul primitive or of a scope, for logits, distances and scores
-    that are ranked, compared, or read by a loss: a rounded result makes equals of
-    neighbors. The matmuls of its derivative give half precision. Everything in a scope
-    that is no matmul follows the rule of `amp`.
+    This function is for the key of a matmul primitive or of a scope. It serves logits,
+    distances and scores that are ranked, compared, or read by a loss: rounding makes
+    neighboring scores equal. The matmuls of the derivative give half precision. All
+    further equations in the scope follow the rule of `amp`.
 
     Arguments and result as in `use_compute_precision`.
 
@@ -138,7 +140,7 @@ def use_float32_result(
 
 @dataclasses.dataclass(frozen=True)
 class InDtype:
-    """What a dtype as a value of a policy means: the equation runs in that dtype."""
+    """The precision function of a dtype in a policy: equations run in this dtype."""
 
     dtype: Any
 
@@ -152,17 +154,17 @@ class InDtype:
 
 @dataclasses.dataclass(frozen=True)
 class use_fp8:  # noqa: N801 - reads as a function in a policy
-    """Runs matmuls by weights on 8-bit floats, all else by the rule of `amp`.
+    """Runs matmuls by weights on 8-bit floats, and all else by the rule of `amp`.
 
-    As the value of `jax.lax.dot_general_p`, or as `matmul_dtype`, it leaves small
-    matmuls, the first layer and the last one in half precision. As the value of a
-    scope it takes small matmuls and the last one as well (`docs/fp8.md`).
+    As the value of `jax.lax.dot_general_p`, or as `matmul_dtype`, `use_fp8` leaves
+    small matmuls, the first layer and the last layer in half precision. As the value of
+    a scope, `use_fp8` includes small matmuls and the last layer (`docs/fp8.md`).
 
     Args:
-      emulate: `None`: a default device without such matmuls is refused where the
-        function is traced. `True`: the matmuls run in float32 on the same 8-bit
-        numbers, on any device. `False`: nothing is refused, as to compile for another
-        device.
+      emulate: `None`: tracing the function is an error if the default device has no
+        matmuls in fp8. `True`: the matmuls run in float32 on the same 8-bit numbers,
+        on any device. `False`: the default device is not checked, as is needed to
+        compile for another device.
 
     Example:
       >>> import jax.numpy as jnp, flax_amp
@@ -184,7 +186,7 @@ class use_fp8:  # noqa: N801 - reads as a function in a policy
 # --- words ---------------------------------------------------------------------------
 
 MatmulDType = Literal["fp8"] | use_fp8 | type | None  # short, for signatures
-# The words for a precision, and a short form of each.
+# The words for a precision, and the short forms of the words.
 Precision = Literal[
     "bf16-mixed", "16-mixed", "32-true", "fp8-mixed", "bf16", "fp16", "fp32", "fp8"
 ]
@@ -226,9 +228,9 @@ default_amp_policy: dict[Any, PrecisionFunction] = {
 }
 
 # For graphs: lookups of computed rows and sums over edges are half, too. The default
-# adds up in float32 there, forward and backward, in arrays as large as the messages of
-# all edges. Here they add up in half precision, as in a model whose layers have
-# `dtype=bfloat16`.
+# policy adds up in float32 there, forward and backward, in arrays as large as the
+# messages of all edges. Under this policy the sums add up in half precision, as in a
+# model whose layers have `dtype=bfloat16`.
 graph_policy: dict[Any, PrecisionFunction] = default_amp_policy | {
     lax.gather_p: use_compute_precision_behind_matmuls,
     lax.scatter_add_p: use_compute_precision_behind_matmuls,
@@ -236,7 +238,8 @@ graph_policy: dict[Any, PrecisionFunction] = default_amp_policy | {
 
 _LOW = (lax.add_p, lax.sub_p, lax.dot_general_p, lax.conv_general_dilated_p)
 _FULL = (lax.exp_p, lax.log_p, lax.mul_p, lax.div_p)
-# The default of jaxamp: four primitives are low, four are full, the rest is untouched.
+# The default of jaxamp: four primitives run in the compute dtype, and four in float32.
+# All further primitives run in their original dtypes.
 jaxamp_policy: dict[Any, PrecisionFunction] = {
     **dict.fromkeys(_LOW, use_compute_precision),
     **dict.fromkeys(_FULL, InDtype(jnp.float32)),
@@ -247,7 +250,10 @@ jaxamp_policy: dict[Any, PrecisionFunction] = {
 def with_matmul_dtype(
     entries: PolicyEntries | None, matmul_dtype: MatmulDType
 ) -> PolicyEntries | None:
-    """Returns a policy with fp8 for `dot_general`, unless it has another key for it."""
+    """Returns a policy with fp8 for `dot_general`.
+
+    A policy whose `dot_general` key has a value of its own keeps the value.
+    """
     if matmul_dtype is None:
         return entries
     recipe = _as_function(matmul_dtype)
@@ -273,7 +279,7 @@ def read_options(
 ) -> tuple[DType, PolicyEntries | None]:
     """Returns the compute dtype and the policy of the options of `amp`.
 
-    `compute_dtype` and `matmul_dtype` replace those of the word for the precision.
+    `compute_dtype` and `matmul_dtype` replace the dtypes of the word for the precision.
     """
     if precision is not None and compute_dtype is not None:
         raise TypeError(
@@ -295,7 +301,7 @@ def without_fp8(entries: PolicyEntries) -> PolicyEntries:
     """Returns a policy without its entries for fp8.
 
     `dot_general` runs in the compute dtype instead. A scope loses its key, because
-    `use_compute_precision` would lower its norms and softmaxes as well.
+    `use_compute_precision` would lower the norms and softmaxes of the scope as well.
     """
     kept = {k: f for k, f in _functions(entries).items() if not isinstance(f, use_fp8)}
     return dict.fromkeys({lax.dot_general_p} & {*entries}, use_compute_precision) | kept
@@ -305,7 +311,7 @@ def without_fp8(entries: PolicyEntries) -> PolicyEntries:
 
 
 class Origin(enum.Enum):
-    """What selected a precision function."""
+    """The kind of key that selected a precision function."""
 
     SCOPE = "scope"
     PRIMITIVE = "primitive"
@@ -327,11 +333,11 @@ class Decision:
 
 
 class Policy:
-    """A checked policy dict, ready to be looked up equation by equation."""
+    """A checked policy dict, which decides equation by equation."""
 
     def __init__(self, entries: PolicyEntries | None):
         functions = _functions(entries)
-        # By name: two JAX modules may hold two objects for one primitive.
+        # By name, because two JAX modules may hold two objects for the same primitive.
         self._primitives = {
             key.name: Decision(fn, Origin.PRIMITIVE, key.name)
             for key, fn in functions.items()
@@ -345,28 +351,28 @@ class Policy:
         default = functions.get("amp_default", use_original_precision)
         self._default = Decision(default, Origin.DEFAULT, "amp_default")
         self._match = functools.cache(self._match_scopes)
-        # Scope names in a sub-jaxpr start at its border. The scopes around the border
-        # are needed only if a key spans several scopes.
+        # Scope names in a sub-jaxpr begin at the sub-jaxpr. The scopes around the
+        # sub-jaxpr are needed only if a key spans several scopes.
         self.spans_scopes = any(set("/*?[") & set(key) for key in scopes)
         self.scope_keys = frozenset(scopes) - {"amp_stop", "amp_default"}
         self.names_scopes = bool(self.scope_keys)
         self.fp8_recipes = {fn for fn in functions.values() if isinstance(fn, use_fp8)}
-        # Whether the policy can change a program whose compute dtype is float32: a
-        # function of the user's may cast to any dtype.
+        # Whether the policy can change a program whose compute dtype is float32. A
+        # user's own function may cast to any dtype.
         mine: list[Any] = [use_compute_precision, use_original_precision]
         mine += [use_float32_result, InDtype(jnp.float32), *self.fp8_recipes]
         self.may_leave_float32 = any(fn not in mine for fn in functions.values())
 
     def decide(self, primitive: Primitive, scopes: tuple[str, ...]) -> Decision:
-        """Returns the decision for one equation, with the scopes around it.
+        """Returns the decision for an equation of `primitive` inside `scopes`.
 
-        That of the outermost scope decides, or else of the primitive.
+        The key of the outermost scope decides, or else the key of the primitive.
         """
         by_primitive = self._primitives.get(primitive.name, self._default)
         return next(iter(self._match(scopes)), by_primitive)
 
     def unmatched(self, all_scopes: Iterable[tuple[str, ...]]) -> set[str]:
-        """Returns the scope keys that match none of the nested scopes given."""
+        """Returns the scope keys that match none of the given nested scopes."""
         found = itertools.chain.from_iterable(map(self._match, all_scopes))
         return {*self.scope_keys} - {decision.key for decision in found}
 
@@ -382,7 +388,7 @@ class Policy:
 
 
 def _functions(entries: Any) -> dict[Any, PrecisionFunction]:
-    """Returns the checked entries, each dtype as the precision function it means."""
+    """Returns the checked entries, with a precision function for each dtype."""
     entries = default_amp_policy if entries is None else entries
     if not isinstance(entries, Mapping):
         raise TypeError(
@@ -406,10 +412,10 @@ def _functions(entries: Any) -> dict[Any, PrecisionFunction]:
 
 
 def _as_function(value: Any) -> Any:
-    """Returns the precision function that a value of a policy means, if any."""
+    """Returns the precision function that a value of a policy means, or `None`."""
     if value is use_fp8 or (isinstance(value, str) and value == "fp8"):
         return use_fp8()
-    # Arrays have a dtype, and numpy takes them for it, and `None` for float64.
+    # NumPy would read an array as the dtype of the array, and `None` as float64.
     if not isinstance(value, type | np.dtype | str):
         return value if callable(value) else None
     try:
@@ -417,7 +423,7 @@ def _as_function(value: Any) -> Any:
     except (TypeError, ValueError):  # a ValueError for strings such as "16-mixed"
         return None
     dtype = in_dtype.dtype
-    # float64 is none without `jax_enable_x64`.
+    # float64 does not exist without `jax_enable_x64`. 8-bit floats need `use_fp8`.
     is_here = jax.dtypes.canonicalize_dtype(dtype) == dtype
     is_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
     return in_dtype if is_float and is_here else None

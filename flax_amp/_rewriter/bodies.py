@@ -1,18 +1,19 @@
 """Equations with bodies: their signatures, and how they are emitted.
 
-A class for each kind says, by its methods,
+Each kind of equation with bodies has a class. Its methods return
 
-- `operand_uses`, backward: what happens to the operands, given the uses of the results;
-- `origins`, forward: what the results come from, given the origins of the operands;
+- `operand_uses`, backward: the uses of the operands, given the uses of the results;
+- `origins`, forward: the origins of the results, given the origins of the operands;
 - `halves`, forward: which results are half. Branches are joined, a loop is a fixed
-  point, a call hands through what its body says;
+  point, a call returns the dtypes that its body gives;
 - `emit`: the results. Bodies, and dtypes in their signatures, change. Names, shardings,
   donation, policies and unrolling stay. So `jit`, `checkpoint` and `while` are bound
   again, and not made by public functions, which would lose shardings or a batched
   condition.
 
-`register` makes the row of the primitive. What has no matmul inside is arithmetic of
-its region: it is bound as it was written, and only `origins` is asked.
+`register` makes the row of the primitive. An equation without a matmul inside is
+arithmetic of its region: the equation is bound as it was written, and only the method
+`origins` is called.
 """
 
 import functools
@@ -46,21 +47,21 @@ from flax_amp._tree import split_list
 
 
 class Body:
-    """An equation that hands its operands to one body, and returns its results."""
+    """An equation that hands its operands to a body, and returns the body's results."""
 
     def operand_uses(
         self, flows: FlowAnalysis, eqn: Eqn, context: Context, uses: ResultUses
     ) -> tuple[Flags, Flags]:
-        """Returns which operands the bodies' matmuls read, and which arithmetic first.
+        """Returns which operands lead to matmuls inside, and which arithmetic reads.
 
-        `uses` is what happens to the results of the equation.
+        `uses` are the uses of the results of the equation.
         """
         count = len(eqn.invars)
         to_matmuls, read_inside = [False] * count, [False] * count
         for body in bodies(eqn):
             flow = flows.flow(body, context, uses)
-            # The index of a branch comes before the operands of the body, and so does
-            # what the rule of a custom derivative closes over.
+            # The index of a branch comes before the operands of the body, and so do
+            # the variables that the rule of a custom derivative closes over.
             offset = count - len(flow.program.invars)
             for i, v in enumerate(flow.program.invars, start=offset):
                 to_matmuls[i] |= v in flow.for_matmuls
@@ -74,7 +75,7 @@ class Body:
         context: Context,
         operands: tuple[Origin, ...],
     ) -> Origins:
-        """Returns what the results come from."""
+        """Returns the origins of the results."""
         (body,) = bodies(eqn)
         count = len(_compat.open_jaxpr(body)[0].invars)
         return analysis.origins(body, context, operands[len(operands) - count :])
@@ -138,7 +139,7 @@ class Checkpoint(Body):
 
 @register("shard_map", body="jaxpr")
 class ShardMap(Body):
-    """A shard_map stays as it is: same mesh, specs, manual axes and checks."""
+    """A shard_map stays a shard_map: same mesh, specs, manual axes and checks."""
 
     def emit(
         self, emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
@@ -169,7 +170,7 @@ class CustomVjp(Body):
 
 
 class _InFloat32(Body):
-    """An equation that takes and gives float32, whatever its matmuls do inside."""
+    """An equation with float32 operands and results; its matmuls follow the rule."""
 
     def operand_uses(
         self, flows: FlowAnalysis, eqn: Eqn, context: Context, uses: ResultUses
@@ -200,15 +201,16 @@ class CustomLin(_InFloat32):
 
 
 def _moved(known: Roots, shift: int, roots: Roots) -> Roots:
-    """Returns a set with other bits for the roots that are not known."""
+    """Returns a set in which the bits of the roots that are not known are shifted."""
     return roots & known | (roots & ~known) << shift
 
 
 @register("cond", body="branches")
 class Cond(Body):
-    """A result is half if it is half in every branch.
+    """A result is half if every branch gives the result in half precision.
 
-    Otherwise it is float32, and rounded at the border as any other result.
+    Otherwise the result is float32, and is rounded at the border as the results of
+    arithmetic are.
     """
 
     def origins(
@@ -222,7 +224,8 @@ class Cond(Body):
         known = first_root(operands) - 1
         results: list[list[Origin]] = []
         for each in found:
-            # Each branch numbers the roots that it makes from the same one on.
+            # Each branch makes new roots, and numbers them from the same number on. The
+            # shift keeps the new roots of two branches apart.
             before = [o for earlier in results for o in earlier]
             shift = first_root(before).bit_length() - known.bit_length() - 1
             change = functools.partial(_moved, known, max(shift, 0))
@@ -234,7 +237,7 @@ class Cond(Body):
         return Origins({}, tuple(map(joined, pairs)), known_inputs, biases, {})
 
     def halves(self, planner: Planner, eqn: Eqn, outside: Outside) -> Flags:
-        of_branches = outside.without(1)  # the index
+        of_branches = outside.without(1)  # the first operand is the index
         found = [planner.plan(b, of_branches).result_halves for b in bodies(eqn)]
         return tuple(map(all, zip(*found, strict=True)))
 
@@ -262,11 +265,11 @@ def _origins_of_loop(
     context: Context,
     parts: tuple[Sequence[Origin], Sequence[Origin], Sequence[Origin]],
 ) -> Origins:
-    """Returns what the results of a body come from, after any number of steps.
+    """Returns the origins of the results of a body, after any number of steps.
 
-    `parts` are the origins of what each step reads, of the carries at the start, and of
-    the slices that a step has for itself. What the slices of a step are, those of the
-    next one are not: their roots do not go on with the carries.
+    `parts` are the origins of the constants that each step reads, of the carries at the
+    start, and of the arrays that are sliced for the steps. The next step has slices of
+    its own, so the roots of slices do not go on with the carries.
     """
     consts, init, xs = parts
     first = first_root((*consts, *init, *xs))
@@ -279,7 +282,7 @@ def _origins_of_loop(
     known = first - 1
 
     def next_of(before: Origin, after: Origin) -> Origin:
-        """Returns the origin of a carry of the next step as well as of this one."""
+        """Returns the joined origin of a carry before a step and after the step."""
         return before._replace(
             reads=before.reads | (after.reads & known),
             weights=before.weights | (after.weights & known),
@@ -319,22 +322,22 @@ class _Scan(NamedTuple):
 
     of_body: Outside
     are_streams: Flags  # which carries are half
-    halves: Flags  # which results are
+    halves: Flags  # which results are half
 
 
 @register("scan", body="jaxpr")
 class Scan(Body):
     """A scan carries the stream through a stack of layers in half precision.
 
-    A carry that begins at data, or that the body adds something to which passes no
-    weights of its own, is a state and stays float32. Of all others, `streams.py` says
-    which are streams.
+    Two kinds of carries are states, and stay float32: a carry that begins at data, and
+    a carry to which the body adds a value that passes no weights of its own. Among the
+    remaining carries, `streams.py` finds the streams.
     """
 
     def operand_uses(
         self, flows: FlowAnalysis, eqn: Eqn, context: Context, uses: ResultUses
     ) -> tuple[Flags, Flags]:
-        # The next step reads what this one gives.
+        # The matmuls of the next step may read the carries that a step gives.
         _, carried = _compat.scan_counts(eqn)
         for_matmuls = (True,) * carried + uses.for_matmuls[carried:]
         uses = uses._replace(for_matmuls=for_matmuls)
@@ -355,7 +358,7 @@ class Scan(Body):
         return self._planned(planner, eqn, outside).halves
 
     def _planned(self, planner: Planner, eqn: Eqn, outside: Outside) -> _Scan:
-        """Returns how a scan runs; the plan asks, and then what emits it."""
+        """Returns how a scan runs; both `halves` and `emit` call this method."""
         key = "scan", eqn.params["jaxpr"], _compat.scan_counts(eqn), outside
         if key not in planner.cache:
             planner.cache[key] = self._fixed_point(planner, eqn, outside)
@@ -363,7 +366,7 @@ class Scan(Body):
         return found
 
     def _fixed_point(self, planner: Planner, eqn: Eqn, outside: Outside) -> _Scan:
-        """Finds the carries that are half and that the body gives so again."""
+        """Finds the carries that are half, and that the body gives in half again."""
         closed, sizes = eqn.params["jaxpr"], _compat.scan_counts(eqn)
         consts, init, xs = split_list(outside.origins, *sizes)
         _, carries, _ = split_list(_compat.open_jaxpr(closed)[0].invars, *sizes)
@@ -416,8 +419,9 @@ class Scan(Body):
         start, count = sizes
         of_consts, carries, _ = split_list(eqn.invars, *sizes)
 
-        # The cotangents of what each step reads add up over the steps, in float32. They
-        # would add up in half precision: error 0.81 after 2,048 steps, 0.005 so.
+        # The cotangents of the constants add up over the steps. With float32 constants
+        # they add up in float32: after 2,048 steps the error is 0.005, and 0.81 with
+        # constants in half precision.
         wide = emitter.cast_as(consts, of_consts, (False,) * start)
         of_steps = planned.of_body.halves[:start]
 
@@ -436,7 +440,7 @@ class Scan(Body):
 
 @register("while", body="body_jaxpr")
 class While(_InFloat32):
-    """A while loop carries float32; reverse mode does not differentiate it."""
+    """A while loop carries float32; reverse mode cannot differentiate a while loop."""
 
     def origins(
         self,
@@ -464,7 +468,7 @@ class While(_InFloat32):
         halves_of_cond, halves_of_body, _ = split_list(outside.halves, *sizes)
 
         def states(arrays: Arrays, atoms: Sequence[Atom]) -> list[Array]:
-            # The results of a body must have the types of its inputs, strong ones.
+            # The results of a body must have the types of its inputs: strong types.
             cast = emitter.cast_as(arrays, atoms, (False,) * len(atoms))
             return [_tree.with_weak_type(x, False) for x in cast]
 

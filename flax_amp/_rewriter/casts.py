@@ -17,14 +17,14 @@ from flax_amp._compat import Array, Arrays, DType
 
 
 def cast_number(value: Any, dtype: DType) -> np.ndarray:
-    """Casts a number, or an array of them, and keeps finite ones finite.
+    """Casts a number, or an array of numbers; finite numbers stay finite.
 
-    A mask of `-1e9` or `finfo(float32).min` becomes half of the lowest number, so that
-    what is added to it does not make an infinity, and a fully masked softmax row no
-    NaN: with the lowest number itself, a logit below -16 did. True infinities stay
-    infinite.
+    A mask of `-1e9` or `finfo(float32).min` becomes half of the lowest number. So the
+    sum of mask and logits is no infinity, and a fully masked softmax row has no NaN.
+    With the lowest number itself, a logit below -16 made an infinity. True infinities
+    stay infinite.
     """
-    number = np.asarray(value, np.float64)
+    number = np.asarray(value, np.float64)  # exact for float32 numbers
     largest = float(finfo(dtype).max)
     is_out = np.isfinite(number) & (np.abs(number) > largest)
     return np.where(is_out, np.sign(number) * largest / 2, number).astype(dtype)
@@ -37,6 +37,7 @@ def rounded(x: Array) -> Array:
     matmul (`--xla_allow_excess_precision`, which is on): the forward pass may see more
     digits than the backward pass reads from memory.
     """
+    # Only floats of less than four bytes can get more digits than their dtype has.
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
         return x
     limits = finfo(x.dtype)
@@ -44,7 +45,7 @@ def rounded(x: Array) -> Array:
 
 
 def up(x: Array, half: DType) -> Array:
-    """Returns a number of half precision in float32, and any other as it is."""
+    """Returns an array of half precision in float32, and any other array unchanged."""
     is_half = getattr(x, "dtype", None) == half
     return lax.convert_element_type(x, jnp.float32) if is_half else x
 
@@ -63,16 +64,18 @@ def down(x: Array, half: DType) -> Array:
 #     y = spread b          cotangent of b:  collect c = sum(c in float32)
 #
 # The gradient of a bias was a sum in half before: four convolutions with GroupNorm had
-# 0.999 of the error by hand, and 0.335 so. On a GPU XLA would drop the rounding of `c`
-# (`rounded`), and write the float32 array beside `c`: 7 % of the bytes of a ViT on an
-# H200. So `c` is widened there by its bits, for 2 %. XLA fuses the parts of a long sum
-# with the equation that makes `c`. For a shorter sum it would write the widened array.
-# So a shorter sum is made of one part for each example of a batch, and a barrier keeps
-# XLA from merging the parts: a Conformer on an H200 reads and writes 6.61 GB without
-# parts, and 6.07 GB so. On a TPU a sum of halves adds up in float32 as it is, and a
-# wider one would not be fused with the equation that makes `c`: 10 % of
-# the time of a DiT. The lowering decides, and a shift of bits has no derivative: so
-# these are primitives.
+# 0.999 of the error by hand, and have 0.335 with a float32 sum. On a GPU, XLA would
+# drop the rounding of `c` (`rounded`), and write the float32 array beside `c`: 7 % of
+# the bytes of a ViT on an H200. So `c` is widened there by its bits, for 2 %. XLA fuses
+# the parts of a long sum with the equation that makes `c`. For a shorter sum, XLA would
+# write the widened array. So a shorter sum is made of one part for each example of a
+# batch, and a barrier keeps XLA from merging the parts: a Conformer on an H200 reads
+# and writes 6.61 GB without parts, and 6.07 GB with parts. On a TPU, a sum of halves
+# adds up in float32 without a cast. A sum of widened numbers would not be fused there
+# with the equation that makes `c`: 10 % of the time of a DiT.
+#
+# The platform decides which sum is made, so a lowering has to make the sum. A shift of
+# bits has no derivative. For these two reasons, `spread` and `collect` are primitives.
 spread_p, collect_p = Primitive("flax_amp_spread"), Primitive("flax_amp_collect")
 
 
@@ -82,7 +85,8 @@ def spread(x: Array, shape: Sequence[int], onto: Sequence[int], half: DType) -> 
     Finite numbers stay finite, as in `cast_number`: an argument that is added to scores
     may be a mask of `-1e9`, which float16 lacks. Tangents and cotangents are only cast.
     """
-    # Axes of length one that grow are left out.
+    # Axes of length one that grow are no axes of the reshaped operand: the derivative
+    # then sums over them.
     pairs = zip(x.shape, onto, strict=True)
     sizes = {axis: size for size, axis in pairs if size == shape[axis]}
     params = dict(shape=tuple(shape), onto=tuple(sizes), half=jnp.dtype(half))
@@ -119,11 +123,11 @@ def _collect_by_bits(c: Array, *, axes: Sequence[int]) -> Array:
 
 
 def _has_parts(sizes: Sequence[Any]) -> bool:
-    """Whether a sum over axes of these sizes is made of parts, one for each example.
+    """Whether a sum over axes of these sizes is made of a part for each example.
 
-    XLA splits a sum of more than 4,096 terms itself. With fewer than 16 examples it
-    would write the widened array all the same, and for parts of fewer than 32 terms
-    their own array would be large.
+    XLA splits a sum of more than 4,096 terms itself. With fewer than 16 examples, XLA
+    would write the widened array all the same. Parts of fewer than 32 terms would make
+    a large array of partial sums.
     """
     if not all(isinstance(size, int) for size in sizes):  # in `jax.export`
         return False
@@ -205,15 +209,16 @@ for _platform, _how in (
 #
 #     y0, y1, y2 = copies h      cotangent of h:  add_copies c0 c1 c2
 #
-# JAX adds halves one after the other, and rounds each time: where 16 matmuls read one
-# array, its gradient had 1.5 times the error of a float32 sum. Two cotangents are added
-# and rounded once in any way, and three twice (`_MANY` in `emit.py`).
+# JAX adds halves in sequence, and rounds after each addition: where 16 matmuls read the
+# same array, its gradient had 1.5 times the error of a float32 sum. Two cotangents are
+# added and rounded once with or without a copy; three cotangents are rounded twice
+# (`_MANY` in `emit.py` says why they are not copied).
 copies_p, add_copies_p = Primitive("flax_amp_copies"), Primitive("flax_amp_add_copies")
 copies_p.multiple_results = True
 
 
 def copies(x: Array, count: int) -> list[Array]:
-    """Returns an array of half precision for each of its readers."""
+    """Returns `count` copies of an array of half precision, one for each reader."""
     return copies_p.bind(x, count=count)
 
 

@@ -1,8 +1,8 @@
-"""What the rules of custom derivatives close over becomes operands of their calls.
+"""Variables that rules of custom derivatives close over become operands of the calls.
 
-JAX traces the rule of a `custom_vjp` or `custom_jvp` when it is needed. By then the
-trace of the function around it is over, and what the rule closes over is a dead tracer.
-The tracer still names its variable. In
+JAX traces the rule of a `custom_vjp` or `custom_jvp` when the derivative is needed. By
+then the trace of the function around the call is over, and a tracer that the rule
+closes over is dead. The dead tracer still names its variable. In
 
     h = x @ w
     f = jax.custom_vjp(...)        # its backward rule reads h
@@ -10,8 +10,8 @@ The tracer still names its variable. In
 
 the jaxpr is `h = dot x w; y = custom_vjp_call[bwd=...] x`, and `bwd` holds the tracer
 of `h`. The call gets `h` as one more operand, and the operand takes the place of the
-dead tracer among the constants of the rule when that is traced. `jaxopt` differentiates
-its solvers in this way.
+dead tracer among the constants of the rule when the rule is traced. `jaxopt`
+differentiates its solvers in this way.
 """
 
 import gc
@@ -29,10 +29,11 @@ from flax_amp._rewriter.roles import why_as_written
 
 # Parameters of equations that hold functions which JAX calls later.
 _RULES = ("fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun")
-# A rule may close over a whole program. What lies behind this many objects is not
-# found, and JAX then says that a tracer has leaked.
+# A rule may close over a whole program, so the search ends after this many objects. A
+# tracer behind them is not found, and JAX then says that a tracer has leaked. A limit
+# of 10,000 was too low for a rule that closes over a dict of 20,000 keys.
 _LIMIT = 100_000
-# The search does not enter these. It enters functions, but not their globals.
+# The search does not enter these types. Functions are entered, but not their globals.
 _OPAQUE = (
     *(jax.Array, np.ndarray, np.dtype, str, bytes, int, float),
     *(type, types.ModuleType, types.CodeType),
@@ -42,9 +43,10 @@ _OPAQUE = (
 
 
 def with_captures(eqn: Eqn, made: set[Var]) -> Eqn:
-    """Returns a custom derivative that takes what its rules close over as operands.
+    """Returns a custom derivative with the captured variables of its rules as operands.
 
-    They come first, and the parameter `captured` says whose tracers they are.
+    The captured variables are the first operands, and the parameter `captured` lists
+    them.
     """
     is_custom = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
     if not is_custom or why_as_written(eqn):
@@ -57,11 +59,12 @@ def with_captures(eqn: Eqn, made: set[Var]) -> Eqn:
 
 
 def _captured_by(eqn: Eqn, made: Container[Var]) -> tuple[Var, ...] | None:
-    """Returns those variables `made` so far that the rules of an equation close over.
+    """Returns the variables in `made` that the rules of an equation close over.
 
-    `None` if there is no dead tracer of the jaxpr; one of a number, such as
-    `jnp.float32(2)`, names no variable. Tracers of a function around `amp` are alive,
-    and JAX takes them as they are.
+    The result is `None` if the rules close over no dead tracer of the jaxpr. The dead
+    tracer of a number, such as `jnp.float32(2)`, names no variable: if there are only
+    such tracers, the result is empty. Tracers of a function around `amp` are alive, and
+    JAX takes them without help.
     """
     found: dict[Var, None] = {}
     has_number = False
@@ -79,7 +82,8 @@ def _captured_by(eqn: Eqn, made: Container[Var]) -> tuple[Var, ...] | None:
             if isinstance(item, types.FunctionType):
                 held = (item.__closure__, item.__defaults__, item.__kwdefaults__)
                 remaining += [x for x in (*held, item.__dict__) if x]
-            # A trace reaches every tracer that it made, whether a rule reads it or not.
+            # A trace reaches every tracer that was made in the trace, also the tracers
+            # that no rule reads.
             elif not _compat.is_of_trace(item):
                 remaining += gc.get_referents(item)
     return tuple(found) if found or has_number else None

@@ -1,9 +1,9 @@
 """Custom derivatives with matmuls inside: rebuilt, and never inlined.
 
 The user's rule is traced through `jax.jvp` or `jax.vjp` of the original equation, and
-the traced rule is rewritten like everything else. To inline the function instead would
-silently drop the rule: a gradient that a `custom_vjp` clips would not be clipped any
-more.
+the jaxpr of the rule is rewritten as every other jaxpr is. To inline the function
+instead would silently drop the rule: a gradient that a `custom_vjp` clips would not be
+clipped any more.
 
     before                            after, in bfloat16
     y:f32 = custom_vjp_call[          y:bf16 = custom_vjp_call[
@@ -11,8 +11,8 @@ more.
       bwd=rule                          bwd=rule, traced for f32, rewritten
     ] x                               ] x:bf16
 
-Calls whose rules see more than arrays stay as they are written (`roles.py`). What a
-rule stores is the user's choice: in a rule, nothing is computed again.
+Calls whose rules see more than arrays stay as they are written (`roles.py`). The
+residuals of a rule are the user's choice: in a rule, nothing is computed again.
 """
 
 import dataclasses
@@ -64,8 +64,8 @@ def custom_vjp(
 def _prepare(
     emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
 ) -> tuple["_Call", Arrays]:
-    """Returns the call for operands of these types, and its operands."""
-    emitter = emitter.replace(recompute=False)  # its rule says what is stored
+    """Returns the call for operands of these types, and the operands of the call."""
+    emitter = emitter.replace(recompute=False)  # the user's rule chooses the residuals
     captured = eqn.params.get("captured", ())
     count = len(captured)
     known = emitter.cast_as(operands[:count], eqn.invars[:count], (False,) * count)
@@ -82,22 +82,25 @@ def _prepare(
     return call, [*known, *operands]
 
 
-# No repr: JAX writes that of functions into its debug information.
+# No repr: JAX writes the repr of functions into its debug information.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Call:
-    """A call of a function with a user's rule: what it takes to rebuild it."""
+    """A call of a function with a user's rule, with all facts to rebuild the call."""
 
     emitter: Emitter
     eqn: Eqn
-    context: Context  # of its body
+    context: Context  # of the body
     body: Jaxpr  # rewritten
-    in_halves: Flags  # which operands are half here
-    out_halves: Flags  # which results are
-    # What its rule closes over: their arrays are operands before those of the equation.
+    in_halves: Flags  # which operands are half in the rewritten program
+    out_halves: Flags  # which results of the rewritten body are half
+    # The variables that the rule closes over. Their arrays are the first operands of
+    # the call, before the operands of the equation.
     captured: Sequence[Var]
-    mask: Flags = ()  # which operands the rule is asked for
-    arrays: Arrays = ()  # of the captured variables
-    differentiated: frozenset[Var] = frozenset()  # captured ones with a derivative
+    # The operands with respect to which the rule is differentiated.
+    mask: Flags = ()
+    arrays: Arrays = ()  # the arrays of the captured variables
+    # The captured variables with respect to which the user differentiates.
+    differentiated: frozenset[Var] = frozenset()
 
     def __call__(self, *operands: Array) -> tuple[Array, ...]:
         operands = operands[len(self.captured) :]
@@ -105,16 +108,17 @@ class _Call:
 
     @property
     def is_closure(self) -> bool:
-        """Whether function or rule close over arrays, which come first as operands."""
+        """Whether function or rule close over arrays, which are the first operands."""
         return bool(self.eqn.params["num_consts"] or self.captured)
 
     def for_operands(
         self, operands: Arrays, perturbed: Sequence[bool]
     ) -> tuple["_Call", Arrays]:
-        """Returns the call whose rule is asked for what has a derivative, and operands.
+        """Returns the call with its mask, and the operands without captured arrays.
 
-        What the function closes over has none: it is asked for if it is perturbed, and
-        JAX raises an error then.
+        The rule is differentiated with respect to the inexact operands. The user's rule
+        gives no derivative for the constants that the function closes over. So a
+        constant is in the mask only if it is perturbed, and JAX then raises an error.
         """
         counts = len(self.captured), self.eqn.params["num_consts"]
         of_captured, of_consts, others = split_list(perturbed, *counts)
@@ -131,7 +135,7 @@ class _Call:
         return call, operands
 
     def original(self, operands: Arrays) -> Callable[..., Arrays]:
-        """Returns the original call as a function of those operands in the mask."""
+        """Returns the original call as a function of the operands in the mask."""
 
         def call(*chosen: Array) -> tuple[Array, ...]:
             full = fill(chosen, self.mask, operands)
@@ -155,7 +159,7 @@ class _Call:
         return _emitted(self.emitter, self.context, jaxpr, operands, gradients)
 
     def _value_of(self, const: Any) -> Any:
-        """Returns what a dead tracer stands for, and any other constant as it is."""
+        """Returns the array of a dead tracer, and every other constant unchanged."""
         atom = _jaxprs.atom_of(const)
         if isinstance(atom, np.ndarray):
             return atom
@@ -190,7 +194,7 @@ def _emitted(
 
 def _trace(function: Any, *structs: Any) -> tuple[Jaxpr, Any]:
     """Returns the jaxpr of a function of a rule, and its results as shapes."""
-    # The lines of the user's rule, not the line where the function is called.
+    # The equations keep the lines of the user's rule, not the line of the call.
     with _compat.own_lines():
         return jax.make_jaxpr(function, return_shape=True)(*structs)
 
@@ -199,7 +203,7 @@ def _trace(function: Any, *structs: Any) -> tuple[Jaxpr, Any]:
 def _emit_jvp(call: _Call, primals: Arrays, tangents: Arrays) -> Any:
     """Returns results and their tangents: `lambda x dx. jvp(f, x, dx)`, rewritten."""
     perturbed = [not isinstance(t, SymbolicZero) for t in tangents]
-    # Some may be Python numbers.
+    # Some primals may be Python numbers.
     call, primals = call.for_operands(list(map(jnp.asarray, primals)), perturbed)
     tangents = tangents[len(call.captured) :]
     given = [jnp.asarray(_instantiated(t)) for t in pick(tangents, call.mask)]
@@ -212,7 +216,7 @@ def _emit_jvp(call: _Call, primals: Arrays, tangents: Arrays) -> Any:
     closed, (outs, _) = _trace(rule, structs, pick(structs, call.mask))
     results = call.emit(closed, [*primals, *given])
     return tuple(
-        # The tangent of an integer has no dtype that could be cast.
+        # `cast_as` skips the tangents of integers, whose dtype is float0.
         tuple(call.emitter.cast_as(part, call.eqn.outvars, call.out_halves))
         for part in split_list(results, len(outs))
     )
@@ -240,8 +244,9 @@ def _emit_forward(call: _Call, symbolic: bool, *given: Any) -> Any:
     def forward(*xs: Array) -> tuple[Arrays, Arrays]:
         nonlocal treedef
         outs, vjp = jax.vjp(call.original(xs), *pick(xs, call.mask))
-        # The backward function that JAX returns is a pytree: its leaves are what the
-        # backward pass reads, and travel from one jaxpr to the other.
+        # The backward function that JAX returns is a pytree. Its leaves are the arrays
+        # that the backward pass reads: results of the forward jaxpr, and operands of
+        # the backward jaxpr.
         residuals, treedef = jax.tree.flatten(vjp)
         return outs, residuals
 
@@ -264,9 +269,9 @@ def _emit_backward(
     arrays: Arrays,
     cotangents: Arrays,
 ) -> Any:
-    """Returns the cotangents of all operands; `None` for those without one."""
+    """Returns the cotangents of all operands; `None` for operands without cotangent."""
     call = dataclasses.replace(call, arrays=arrays)
-    # The cotangent of an integer is no array of the rule's.
+    # The cotangent of an integer has the dtype float0, and is no operand of the jaxpr.
     has_one = [jnp.issubdtype(out.dtype, jnp.inexact) for out in outs]
     zeros = [np.zeros(out.shape, jax.dtypes.float0) for out in outs]
 
@@ -291,9 +296,10 @@ def _emit_backward(
 def custom_lin(
     emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
 ) -> Arrays:
-    """The tangents of a `custom_vjp`, in a rule that calls `jax.jvp` of it.
+    """The tangents of a `custom_vjp`, in a rule that calls its `jax.jvp`.
 
-    Their transpose calls the user's backward function, which is rewritten then.
+    The transpose of the tangents calls the user's backward function. The backward
+    function is rewritten when JAX transposes.
     """
     emitter = emitter.replace(recompute=False)
     bwd = _compat.wrap_rule(
@@ -307,8 +313,8 @@ def custom_lin(
 def _emit_transpose(
     function: Callable[..., Any], emitter: Emitter, context: Context, *operands: Any
 ) -> Any:
-    """Returns what a backward function gives, rewritten; all its floats are float32."""
-    is_traced = list(map(is_array, operands))  # and no symbolic zero
+    """Returns the results of a rewritten backward function; its floats are float32."""
+    is_traced = list(map(is_array, operands))  # a symbolic zero is not traced
     arrays = pick(operands, is_traced)
     treedef: Any = None
     static: list[Any] = []

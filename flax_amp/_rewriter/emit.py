@@ -1,8 +1,8 @@
 """Emits a plan: the equations of the user's program, with casts at their borders.
 
-An array's own dtype says what it is: a float32 variable whose array is bfloat16 has
-been rounded. What arithmetic reads is cast up, once for each region of a piece, so that
-the cotangents of its readers there add up in float32.
+The dtype of an array tells whether its variable is rounded: a float32 variable whose
+array is bfloat16 has been rounded. A half that arithmetic reads is cast up, once for
+each region of a piece, so that the cotangents of its readers there add up in float32.
 """
 
 import dataclasses
@@ -34,16 +34,17 @@ from flax_amp.policy import use_fp8, with_result_dtype
 
 _IN_FP8 = "in fp8"
 
-# From so many readers on, a half is copied for them. With three, as queries, keys and
-# values are, the sum of their cotangents is no longer a part of the matmuls on a GPU: a
-# ViT-S/16 on an H200 reads and writes 24.99 GB, and 24.51 so.
+# From this many readers on, a half is copied for its readers. Queries, keys and values
+# are three readers. With copies for three readers, the sum of their cotangents is no
+# longer a part of the matmuls on a GPU: a ViT-S/16 on an H200 then reads and writes
+# 24.99 GB, and 24.51 GB with copies from four readers on.
 _MANY = 4
 # The hook of `debug/`, called once for each equation of the user's program, with the
-# equations around it: `record(eqn, around, operands, results, choice)`.
+# equations around this equation: `record(eqn, around, operands, results, choice)`.
 Record = Callable[[Eqn, tuple[Eqn, ...], Arrays, Arrays, Choice], None]
 
 
-# No repr: JAX writes that of functions into its debug information.
+# No repr: JAX writes the repr of functions into its debug information.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Emitter:
     """Emits the plans of one call of the user's function."""
@@ -53,25 +54,27 @@ class Emitter:
     recompute: bool  # whether the backward pass computes regions again
     # Whether matmuls give the gradients of weights in float32.
     reduce_in_float32: bool = False
-    in_loop: bool = False  # whether the equations run again and again
-    # Whether they are of the rule of a custom derivative, where the origins of its
-    # operands are not known.
+    in_loop: bool = False  # whether the equations stand in the body of a loop
+    # Whether the equations are in the rule of a custom derivative. The origins of the
+    # operands of a rule are not known.
     in_rule: bool = False
-    record: Record | None = None  # is told of each equation
-    around: tuple[Eqn, ...] = ()  # those in whose bodies the equations stand
+    record: Record | None = None  # is called for each equation
+    # The outer equations in whose bodies the emitted equations stand, outermost first.
+    around: tuple[Eqn, ...] = ()
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)  # rewritten bodies
-    # Why matmuls stay in half precision, or "" for those in fp8, counted.
+    # Counts the matmuls that a key wants in fp8, by the reason why they stay in half
+    # precision. The reason is "" for matmuls in fp8.
     fp8: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def replace(self, **changes: Any) -> "Emitter":
-        """Returns an emitter that differs in some of these."""
+        """Returns an emitter with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def emit(self, closed: Jaxpr, operands: Arrays, outside: Outside) -> list[Array]:
         """Evaluates a jaxpr; returns its results.
 
-        What is float32 in the jaxpr may be half among operands and results, as the plan
-        for `outside` says.
+        Operands and results whose variables are float32 may be half, as the plan for
+        `outside` says.
         """
         plan, memory = self.planned(closed, outside)
         program = plan.flow.program
@@ -79,7 +82,8 @@ class Emitter:
         arrays = {Read(v, False): x for v, x in known.items()}
         run = _Run(self, plan, memory, False, arrays)
         for piece in memory.pieces:
-            # A piece takes each once; an equation that stands apart, each operand.
+            # A piece reads each of its inputs once. An equation that stands apart reads
+            # each of its operands, which may be the same array several times.
             is_apart = piece.is_apart
             run.readers.update(plan.readings(piece.nodes) if is_apart else piece.ins)
         run.readers.update(read for read in plan.results if read is not None)
@@ -94,7 +98,7 @@ class Emitter:
         ]
 
     def planned(self, closed: Jaxpr, outside: Outside) -> tuple[Plan, Memory]:
-        """Returns the plan of a jaxpr, and what is stored of it."""
+        """Returns the plan of a jaxpr, and its `Memory`: stored values and pieces."""
         plan = self.planner.plan(closed, outside)
         key = "memory", id(plan)
         if key not in self.cache:
@@ -104,9 +108,10 @@ class Emitter:
     def rewrite_body(self, closed: Jaxpr, operands: Arrays, outside: Outside) -> Jaxpr:
         """Returns the rewritten closed jaxpr for operands of these types.
 
-        A block that is called 24 times is rewritten once, and JAX lowers it once. Equal
-        layers that are written out are not made calls of one body: that saves 1.2 s of
-        tracing at 24 layers, which `nn.scan` does for the user.
+        A block that is called 24 times is rewritten once, and JAX lowers the block
+        once. Equal layers that are written out do not become calls of a shared body.
+        Such calls would save 1.2 s of tracing at 24 layers, and a user can save this
+        time with `nn.scan`.
         """
         types = tuple(map(jax.typeof, operands))
         key = (closed, outside, types, self.in_loop, self.in_rule, self.recompute)
@@ -137,7 +142,7 @@ class Emitter:
         run.arrays.update(zip(piece.outs, outs, strict=True))
 
     def halves_of(self, arrays: Arrays, variables: Sequence[Atom]) -> Flags:
-        """Returns which arrays are half, of those whose variables are float32."""
+        """Returns which arrays are half although their variables are float32."""
         pairs = zip(arrays, variables, strict=True)
         return tuple(
             is_float32(v) and jnp.result_type(x) == self.half for x, v in pairs
@@ -148,7 +153,7 @@ class Emitter:
     ) -> list[Array]:
         """Returns the arrays of variables in half precision, or as the jaxpr says.
 
-        `halves` tells which of those that are float32 become half.
+        `halves` tells which arrays of float32 variables become half.
         """
         arrays = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in arrays]
         return [
@@ -159,21 +164,21 @@ class Emitter:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Run:
-    """One run through the equations of a plan, or of a piece of it."""
+    """A run through the equations of a plan, or of a piece of the plan."""
 
     emitter: Emitter
     plan: Plan
     memory: Memory
     recompute: bool  # whether `jax.checkpoint` holds the equations
-    arrays: dict[Read, Array]  # what has been computed
-    # How often each is read. What a region casts up is read once.
+    arrays: dict[Read, Array]  # the arrays that have been computed
+    # How often each array is read. A region that casts a half up reads the half once.
     readers: Counter[Read] = dataclasses.field(default_factory=Counter)
     copies: dict[Read, list[Array]] = dataclasses.field(default_factory=dict)
-    # What regions have cast up, with the level of the region.
+    # The arrays that regions have cast up, by the level of the region.
     cast_up: dict[tuple[Read, int], Array] = dataclasses.field(default_factory=dict)
 
     def take(self, read: Read) -> Array:
-        """Returns an array for one of its readers.
+        """Returns an array for a reader of the array.
 
         The cotangents of many readers of a half add up in float32 (`casts.copies`).
         """
@@ -183,11 +188,12 @@ class _Run:
         if read not in self.copies:
             self.copies[read] = copies(x, count)
         left = self.copies[read]
-        # A stored relu reads a half beside its region, which counts as one reader.
+        # A stored relu reads a half a second time, beside its region. `readers` counts
+        # the two reads as a single reader, so the last copy may be read twice.
         return left.pop() if len(left) > 1 else left[0]
 
     def equation(self, node: Node) -> None:
-        """Emits an equation, and writes what it gives."""
+        """Emits an equation, and writes its results."""
         record = self.emitter.record
         with _source.equation_context(node.eqn):
             # Few frames, because calls may be nested deeply.
@@ -235,7 +241,8 @@ class _Run:
     def with_float32_result(self, node: Node) -> tuple[Arrays, Arrays, str]:
         """Emits a matmul of halves that gives its float32 sum.
 
-        The matmuls of its derivative are those of a matmul that gives half precision.
+        The matmuls of the backward pass are the same as for a matmul that gives half
+        precision.
         """
         if self.emitter.reduce_in_float32:
             weights, float32 = self._are_weights(node), jnp.dtype(jnp.float32)
@@ -252,7 +259,7 @@ class _Run:
         return operands, [result], node.choice.reason
 
     def rounded(self, node: Node) -> tuple[Arrays, Arrays, str]:
-        """Emits a move in float32, and rounds what it gives."""
+        """Emits a move in float32, and rounds its results."""
         operands, results, reason = self.in_float32(node)
         return operands, [down(x, self.emitter.half) for x in results], reason
 
@@ -262,7 +269,7 @@ class _Run:
         if self.emitter.half == jnp.float32:
             operands = self._operands(node)
             return operands, _compat.bind(eqn, operands, eqn.params), reason
-        if is_same_dtype(eqn):  # from float32 to float32
+        if is_same_dtype(eqn):  # a cast from float32 to float32 hands its operand on
             operands = self._operands(node)
             return operands, operands, reason
         (v, *_) = eqn.outvars or [None]
@@ -309,7 +316,7 @@ class _Run:
         return operands, results, node.choice.reason
 
     def _in_fp8(self, node: Node) -> tuple[use_fp8, int] | str:
-        """Returns how a matmul runs in fp8, or why it does not."""
+        """Returns how a matmul runs in fp8, or why the matmul stays in half."""
         factors = [self.plan.origins.read(v) for v in node.eqn.invars[:2]]
         are_arguments = [o.is_argument for o in factors]
         are_computed = list(map(self._is_computed, factors))
@@ -349,7 +356,7 @@ class _Run:
         """Emits a matmul that gives the gradients of its weights in float32."""
         eqn, half = node.eqn, self.emitter.half
         given = self._half_operands(node, kept=weights)
-        # It reads its weights rounded.
+        # The matmul rounds its weights, so the record shows the weights as halves.
         read = [
             jax.ShapeDtypeStruct(x.shape, half) if is_weight else x
             for x, is_weight in zip(given, weights, strict=True)
@@ -365,7 +372,7 @@ class _Run:
     # --- operands ---
 
     def _operands(self, node: Node) -> list[Array]:
-        """Returns the operands as they are."""
+        """Returns the operands without a cast."""
         return [
             v.val if read is None else self.take(read)
             for v, read in zip(node.eqn.invars, node.reads, strict=True)
@@ -389,10 +396,10 @@ class _Run:
     def _half_operands(
         self, node: Node, shape: tuple[Any, ...] | None = None, kept: Flags = ()
     ) -> list[Array]:
-        """Returns the operands in half precision, but for those that are kept.
+        """Returns the operands in half precision; `kept` operands are not cast.
 
-        `shape` is that of the result of an addition. What is smaller is broadcast in
-        float32, so that its derivative adds up in float32.
+        `shape` is the shape of the result of an addition. A smaller operand is
+        broadcast by `spread`, so that its derivative adds up in float32.
         """
         half, numbers = self.emitter.half, self.plan.numbers
         operands = self._operands(node)
@@ -412,7 +419,7 @@ class _Run:
     # --- results ---
 
     def _write(self, node: Node, results: Arrays) -> list[Array]:
-        """Writes the results of an equation; returns them as others read them."""
+        """Writes results of an equation; returns them as later regions read them."""
         half, forms = self.emitter.half, self.plan.forms
         found = []
         for v, x in zip(node.eqn.outvars, results, strict=True):
@@ -440,7 +447,7 @@ class _Run:
         )
 
     def _mark(self, v: Var, x: Array) -> Array:
-        """Returns a result, marked if the backward pass stores it."""
+        """Returns a result, marked if the result is stored for the backward pass."""
         if not self._is_marked(v):
             return x
         stored = self.memory.stored[v]
@@ -466,8 +473,9 @@ _EMIT: dict[Way, Callable[[_Run, Node], tuple[Arrays, Arrays, str]]] = {
 def float32_result(eqn: Eqn, factors: Arrays, half: DType) -> Array:
     """Returns a matmul of halves with a float32 result.
 
-    Its tangents are those of the same matmul with a result in half precision: JAX would
-    multiply a float32 cotangent by the halves, and the backward pass run in float32.
+    Its tangents are computed by the same matmul with a result in half precision. JAX's
+    own derivative would multiply a float32 cotangent by the halves, and the backward
+    pass would run in float32.
     """
 
     def product(dtype: DType, *factors: Array) -> Array:
@@ -494,10 +502,10 @@ def float32_result(eqn: Eqn, factors: Arrays, half: DType) -> Array:
 
 
 def _stored_relu(x: Array, mark: Callable[[Array], Array]) -> Array:
-    """Returns a relu whose derivative reads its stored result, and nothing else.
+    """Returns a relu whose derivative reads its stored result, and no other array.
 
-    JAX's derivative reads the operand. So a ResNet-50 takes 1,371 MB on an H200, and
-    1,660 MB with JAX's.
+    JAX's derivative of `relu` reads the operand. A ResNet-50 takes 1,660 MB on an H200
+    with JAX's derivative, and 1,371 MB with this derivative.
     """
 
     @jax.custom_jvp
@@ -506,7 +514,8 @@ def _stored_relu(x: Array, mark: Callable[[Array], Array]) -> Array:
 
     @relu.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        # `jax.checkpoint` sees no mark inside of a call.
+        # The mark stands in the rule, because `jax.checkpoint` sees no mark inside of
+        # the call.
         y = mark(relu(*primals))
         return y, jnp.where(y > 0, tangents[0], 0)
 
@@ -514,14 +523,17 @@ def _stored_relu(x: Array, mark: Callable[[Array], Array]) -> Array:
 
 
 def _is_in_fp8(node: Node, reason: str) -> bool | None:
-    """Whether a matmul runs in fp8; `None` if no key wants it to."""
+    """Whether a matmul runs in fp8; `None` if no key asks for fp8."""
     role, _, decision, *_ = node.choice
     is_asked = role is Kind.MATMUL and isinstance(decision.function, use_fp8)
     return reason == _IN_FP8 if is_asked else None
 
 
 def _what_became(node: Node, plan: Plan, results: Arrays) -> str:
-    """Says what became of the first result of an equation, of a scan of all."""
+    """Says in which dtype the first result of an equation is, and why.
+
+    Of a scan with matmuls, the text has the dtypes of all results.
+    """
     eqn = node.eqn
     if eqn.primitive.name == "scan" and node.has_matmul:
         _, count = _compat.scan_counts(eqn)
@@ -534,7 +546,8 @@ def _what_became(node: Node, plan: Plan, results: Arrays) -> str:
     if form is None:
         return ""
     if not form.is_half or results[0].dtype == jnp.float32:
-        # Of what runs as written, a reader asks why it does.
+        # For an equation that runs as written, the reader of a report asks why the
+        # equation runs so, not why its result is float32.
         is_own = node.choice.role in (Kind.ORIGINAL, Kind.CALLED)
         reason = node.choice.reason if is_own else form.reason
         return f"float32: {reason}" if reason else "float32"

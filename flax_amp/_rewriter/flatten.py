@@ -1,7 +1,7 @@
 """Opens calls: the equations of a small call stand in its place.
 
-Most functions of `jax.numpy` and `jax.nn` are jitted. What they compute belongs to the
-arithmetic around them, and `jnp.where(mask, x, 0)` is a move like any other:
+Most functions of `jax.numpy` and `jax.nn` are jitted. Their equations belong to the
+arithmetic around the call, and `jnp.where(mask, x, 0)` is a move, as a reshape is:
 
     y = jit[name=_where { select_n a b c }] m x z      becomes      y = select_n m x z
 """
@@ -16,8 +16,8 @@ from flax_amp._compat import Array, Atom, Eqn, Jaxpr
 from flax_amp._rewriter.closures import with_captures
 from flax_amp._rewriter.primitives import is_matmul
 
-# A larger call is not opened, and is arithmetic as a whole: calls of calls of calls may
-# make millions of equations. No function between two matmuls is as large.
+# A call with more equations is not opened, and is arithmetic as a whole: calls of calls
+# of calls may make millions of equations. No function between two matmuls is as large.
 _LARGEST = 10_000
 
 
@@ -34,12 +34,14 @@ class Program:
 def flatten(closed: Jaxpr, opened: Callable[[Eqn], Program | None]) -> Program:
     """Returns a jaxpr with the equations of calls in their place.
 
-    `opened` returns the body of a call that may be opened, `None` for all else.
+    `opened` returns the body of a call that may be opened, and `None` for every other
+    equation.
     """
     jaxpr, consts = _compat.open_jaxpr(closed)
     known = dict(zip(jaxpr.constvars, consts, strict=True))
     eqns: list[Eqn] = []
-    renamed: dict[Var, Atom] = {}  # what a variable is called now
+    # The atom of the program that replaces a result of an opened call.
+    renamed: dict[Var, Atom] = {}
     made = {*jaxpr.invars, *jaxpr.constvars}
     for eqn in jaxpr.eqns:
         body = opened(eqn)

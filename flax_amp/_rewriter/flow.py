@@ -1,17 +1,18 @@
-"""The flow of a program: its regions, and what a matmul reads later.
+"""The flow of a program: its regions, and the variables that lead to a matmul.
 
     h = dot x w        level 0, a matmul; its result is half
     a = tanh h         level 1 --+
-    s = sum a          level 1   |  one region
+    s = sum a          level 1   |  a region
     l = div s 8        level 1 --+  the loss reads float32: nothing behind is a matmul
     y = dot a v        level 1, a matmul; it reads `a` rounded, which is a border value
     z = mul y a        level 2: another region, which reads `a` rounded
 
-The level of an equation is the number of matmuls on the longest path to it. Loops,
-branches and calls without a matmul are arithmetic like any other: rounded where they
-enter a scan over 2,048 steps, decays `exp(-dt)` became one, and the loss was 32 % off.
-A call with matmuls is one step from level to level; the region before it goes on
-inside, and that of its last level goes on behind it.
+The level of an equation is the number of matmuls on the longest path to the equation.
+Loops, branches and calls without a matmul are arithmetic of their region, so their
+operands are not rounded. Rounded where they entered a scan over 2,048 steps, decays
+`exp(-dt)` became 1, and the loss was 32 % off. A call with matmuls is one step from
+level to level. The region before the call goes on inside the call, and the region of
+the call's last level goes on behind the call.
 """
 
 import dataclasses
@@ -40,24 +41,25 @@ from flax_amp.policy import use_compute_precision_behind_matmuls
 
 Flags = tuple[bool, ...]
 
-# These read rounded numbers, and give half precision.
+# Equations of these roles read rounded numbers, and give half precision.
 HALF_ROLES = (Kind.MATMUL, Kind.HALF)
 _CALLS = ("jit", "closed_call", "eval_jaxpr")
-# Without matmuls, these do not stand apart. Loops and checkpoints do: `jax.checkpoint`
-# would run them again, or lose their policy.
+# Equations with bodies that do not stand apart if no matmul is inside. Loops and
+# checkpoints stand apart: a `jax.checkpoint` around them would run a loop again in the
+# backward pass, or lose the policy of a checkpoint.
 _HELD = ("custom_jvp_call", "cond", *_CALLS)
 
 
 class ResultUses(NamedTuple):
-    """What happens outside of a jaxpr to its results."""
+    """How the results of a jaxpr are used outside of the jaxpr."""
 
-    for_matmuls: Flags  # which ones a matmul reads later
-    rounded: Flags  # which of them no arithmetic of their region reads before
-    # Which are results of the program or states of loops, as they are or moved. Others
-    # that arithmetic reads first may be rounded sums: the stream from a `checkpoint` of
-    # one layer to the next.
+    for_matmuls: Flags  # which results lead to a matmul
+    rounded: Flags  # which of these results no arithmetic of their region reads
+    # Which results are results of the program or states of loops, unchanged or moved.
+    # A sum without this flag may be half (line 5 of the rule), also if arithmetic reads
+    # the sum first: the stream from the `checkpoint` of a layer to the next layer.
     for_results: Flags
-    states: Flags  # which are the states of a loop
+    states: Flags  # which results are the states of a loop
 
     @classmethod
     def in_float32(cls, count: int, are_states: bool = False) -> "ResultUses":
@@ -67,7 +69,7 @@ class ResultUses(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A variable, and whether it is read as it was before the border."""
+    """A variable, and whether its value before the border's rounding is read."""
 
     v: Var
     is_unrounded: bool
@@ -78,19 +80,20 @@ Reads = list[Read | None]  # of an equation or of results; `None` stands for a l
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """An equation of a program, and what the sweeps over the program find of it."""
+    """An equation of a program, with the findings of the sweeps over the program."""
 
     eqn: Eqn
     choice: Choice
-    level: int  # the number of matmuls on the longest path to it
-    has_matmul: bool  # in a body, or something else that leaves its own dtypes
+    level: int  # the number of matmuls on the longest path to the equation
+    # Whether a body has a matmul, or another equation that leaves its own dtypes.
+    has_matmul: bool
     reads: Reads = dataclasses.field(default_factory=list)
-    uses: ResultUses | None = None  # if it has a matmul
-    way: Any = None  # a `Way` of `rule.py`: how it runs
+    uses: ResultUses | None = None  # `None` for an equation without `has_matmul`
+    way: Any = None  # a `Way` of `rule.py`: how the equation runs
 
     @property
     def in_region(self) -> bool:
-        """Whether it is arithmetic of a region, and no step to the next level."""
+        """Whether the equation is arithmetic of a region, and so adds no level."""
         return not (self.choice.role in HALF_ROLES or self.has_matmul)
 
 
@@ -102,13 +105,14 @@ class Levels(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """What two sweeps over a program find, one forward and one backward."""
+    """The findings of two sweeps over a program, first forward and then backward."""
 
     program: Program
     nodes: Sequence[Node]
-    for_matmuls: set[Var]  # what a matmul reads later
-    read_inside: set[Var]  # what arithmetic of its own region reads
-    for_results: set[Var]  # results and states of loops, and what is moved to them
+    for_matmuls: set[Var]  # the variables that lead to a matmul
+    read_inside: set[Var]  # the variables that arithmetic of their own region reads
+    # Results, states of loops, and the variables from which moves lead to them.
+    for_results: set[Var]
 
 
 def cached(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,17 +129,18 @@ def cached(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FlowAnalysis:
-    """Sweeps over jaxprs; over each once for what happens to its results."""
+    """Sweeps over jaxprs; over each jaxpr once for the same uses of its results."""
 
     def __init__(self, choose: Chooser):
         self.choose = choose
         self.cache: dict[Any, Any] = {}
 
     def has_matmul(self, eqn: Eqn, choice: Choice) -> bool:
-        """Whether something in a body does not run in its own dtypes.
+        """Whether an equation in a body does not run in its own dtypes.
 
-        A rule that closes over a variable is traced here, whatever is inside, and so is
-        the backward rule in the tangents of a `custom_vjp`.
+        Two kinds of rules count as such bodies without a look inside, because this
+        package traces them: a rule that closes over a variable, and the backward rule
+        in the tangents of a `custom_vjp`.
         """
         if "captured" in eqn.params or eqn.primitive.name == "custom_lin":
             return True
@@ -143,7 +148,7 @@ class FlowAnalysis:
             return False
         return any(
             self._holds_matmul(_compat.open_jaxpr(body)[0], choice.body_context)
-            for body in jaxprs_in_params(eqn.params)  # and a condition
+            for body in jaxprs_in_params(eqn.params)  # the condition of a loop, too
         )
 
     @cached
@@ -171,7 +176,7 @@ class FlowAnalysis:
         choice = self.choose(eqn, context)
         if choice.role is not Kind.STRUCTURED:
             return False
-        if eqn.primitive.name != "jit":  # it has no options
+        if eqn.primitive.name != "jit":  # the remaining calls have no options
             return True
         return not (self.has_matmul(eqn, choice) or is_apart(eqn))
 
@@ -179,8 +184,8 @@ class FlowAnalysis:
     def flow(self, closed: Jaxpr, context: Context, uses: ResultUses) -> Flow:
         """Sweeps over a jaxpr, forward and then backward.
 
-        The second sweep finds what a matmul reads later, and what its own region
-        reads.
+        The second sweep finds the variables that lead to a matmul, and the variables
+        that their own region reads.
         """
         program = self.program(closed, context)
         found, region = self.levels(closed, context)
@@ -204,7 +209,8 @@ class FlowAnalysis:
             for_matmuls.update(flagged(invars, to_matmuls))
             own = (v for v in flagged(invars, read) if region[v] == level)
             read_inside.update(own)
-            # A body without a matmul may move it, or be a `relu`.
+            # A body without a matmul may only move its operand, or be a `relu`, so its
+            # operands count as moved to the result.
             role, in_region = node.choice.role, node.in_region
             passes = in_region and role in (Kind.MOVE, Kind.STRUCTURED)
             if passes and not for_results.isdisjoint(node.eqn.outvars):
@@ -218,11 +224,12 @@ class FlowAnalysis:
         read_inside: set[Var],
         for_results: set[Var],
     ) -> tuple[Flags, Flags, Flags, ResultUses | None]:
-        """Returns how an equation reads its operands, by what reads its results.
+        """Returns how an equation reads its operands, by the readers of its results.
 
-        That is which of them a matmul reads later, which are read as they were before
-        a border, which arithmetic of their region reads, and what happens to the
-        results if a matmul is inside.
+        The first three parts are flags of the operands: which operands lead to a
+        matmul, which operands are read as they were before a border, and which operands
+        arithmetic of their region reads. The last part has the uses of the results, for
+        an equation with a matmul inside.
         """
         eqn, outvars, count = node.eqn, node.eqn.outvars, len(node.eqn.invars)
         if node.has_matmul:
@@ -263,7 +270,7 @@ class FlowAnalysis:
 
 
 def _is_behind_matmuls(choice: Choice) -> bool:
-    """Whether a key wants half precision only where a matmul comes before."""
+    """Whether a key asks for half precision only behind matmuls."""
     return choice.decision.function is use_compute_precision_behind_matmuls
 
 
@@ -273,7 +280,7 @@ def is_apart(eqn: Eqn) -> bool:
 
 
 def _is_apart_itself(eqn: Eqn) -> bool:
-    """Whether an equation stands apart, whatever is in its bodies."""
+    """Whether an equation stands apart by itself, without regard to its bodies."""
     if kind_of(eqn) is Kind.STRUCTURED and eqn.primitive.name not in _HELD:
         return True
     if eqn.primitive.name == "jit" and has_options(eqn):
@@ -286,13 +293,13 @@ def _is_apart_itself(eqn: Eqn) -> bool:
 
 
 def _is_move(node: Node) -> bool:
-    """Whether an equation only moves numbers, so that its readers count."""
+    """Whether an equation only moves numbers, and so is read as its result is read."""
     is_move = node.choice.role is Kind.MOVE and not has(node.eqn, Trait.RANKS)
     return is_move and any(map(is_float32, node.eqn.outvars))
 
 
 def among(atoms: Sequence[Atom], variables: Container[Var]) -> Flags:
-    """Returns which atoms are some of the variables, and no literals."""
+    """Returns which atoms are among the variables; a literal never is."""
     return tuple(not isinstance(v, Literal) and v in variables for v in atoms)
 
 

@@ -1,14 +1,16 @@
-"""Matmuls of 8-bit floats: how one is computed, which ones pay, and where.
+"""Matmuls of 8-bit floats: which matmuls pay, on which devices, and their primitive.
 
-`docs/fp8.md` says what they compute, and which ones they are. To JAX such a matmul is a
-bilinear primitive, as `dot_general` is: derivatives of any order and mode are such
-matmuls again, with the axes that JAX gives those of `dot_general`. One factor is a
-weight in float32, and the other one is in half precision; the backward pass stores
-them, and not their 8-bit copies, which a `custom_vjp` could, without second derivatives
-and forward mode. Scales come from the numbers at hand: a history of magnitudes would be
-a state, with wrong first steps. Integers find the largest number, because XLA writes
-masks to memory. The result is in half precision, since float32 partial sums would
-travel between devices.
+`docs/fp8.md` says which matmuls run in fp8, and which numbers they compute. To JAX an
+fp8 matmul is a bilinear primitive, as `dot_general` is. Its derivatives of any order
+and mode are fp8 matmuls again, with the axes that JAX gives the derivatives of
+`dot_general`. A factor is a weight in float32, and the second factor is in half
+precision. The backward pass stores these factors, and not their 8-bit copies. A
+`custom_vjp` could store the copies, but has no second derivatives and no forward mode.
+
+Scales come from the numbers at hand: a history of magnitudes would be a state, with
+wrong first steps. The largest number is found by operations on integers, because masks
+of floats would be written to memory by XLA. The result is in half precision, since
+float32 partial sums would travel between devices.
 """
 
 import dataclasses
@@ -32,7 +34,7 @@ from flax_amp._compat import Array, Arrays, DType, Eqn
 from flax_amp.policy import Decision, Origin, use_fp8
 
 FORWARD, BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
-_BIAS = 127  # of the exponents of float32 and bfloat16
+_BIAS = 127  # the bias of the exponents of float32 and bfloat16
 
 fp8_dot_p = Primitive("flax_amp_fp8_dot")
 
@@ -74,8 +76,13 @@ def fp8_matmul(
 ) -> tuple[use_fp8, int] | str:
     """Returns how a matmul runs in fp8 and its weight, or why it stays in half.
 
-    A factor is a weight if it is an argument, moved at most, and computed if it comes
-    from more than arguments. A result leads to a matmul if one reads it later.
+    Args:
+      eqn: the equation of the matmul.
+      is_weight: for each factor, whether the factor is an argument, moved at most.
+      is_computed: for each factor, whether the factor may come from a matmul or from
+        the previous step of a loop.
+      leads: whether the result leads to a matmul.
+      decision: the decision of the policy, with the recipe.
     """
     if eqn.primitive.name != "dot_general":
         return f"{eqn.primitive.name} has no form in fp8"
@@ -85,13 +92,13 @@ def fp8_matmul(
         return "its sharding is explicit"
     if any(aval.dtype != jnp.float32 for aval in avals):
         return "a factor is not float32"
-    # Such as a first layer, or a one-hot matrix times a table.
+    # The matmul is the first layer, say, or a one-hot matrix times a table.
     if not any(is_computed):
         return "computed from arguments and constants alone"
     if not any(is_weight):
         return "neither factor is an argument"
     weight = 0 if is_weight[0] else 1
-    # Who names a layer means it, also if it is the last one, or small.
+    # A user who names a layer wants fp8 there, also in the last layer or a small layer.
     if decision.origin is not Origin.SCOPE:
         if not leads:
             return "no matmul in half precision behind it"
@@ -102,12 +109,13 @@ def fp8_matmul(
 
 
 def _pays(eqn: Eqn, weight: int) -> bool:
-    """Whether a matmul and those of its backward pass are faster in fp8.
+    """Whether a matmul and the matmuls of its backward pass are faster in fp8.
 
-    For `M x K` by `K x N` numbers they save the time of `3 M K N` operations. Their
-    traffic grows by 6 bytes for each number of the activations and of the cotangents,
-    which are read twice and written and read as copies, and by 15 for each one of the
-    weight. On an H100 or a TPU7x some 300 operations take the time of a byte.
+    For `M x K` by `K x N` numbers, the three matmuls save the time of `3 M K N`
+    operations. Their traffic grows by 6 bytes for each number of the activations and of
+    the cotangents, which are read twice, and whose copies are written and read. The
+    traffic grows by 15 bytes for each number of the weight. On an H100 or a TPU7x some
+    300 operations take the time of a byte.
     """
     atoms = eqn.invars[1 - weight], eqn.invars[weight], eqn.outvars[0]
     shapes = [v.aval.shape for v in atoms]
@@ -120,7 +128,7 @@ def _pays(eqn: Eqn, weight: int) -> bool:
 
 
 def check_device(recipes: Collection[use_fp8]) -> None:
-    """Raises a ValueError if a recipe asks, and the default device has no fp8."""
+    """Raises a ValueError if a recipe needs fp8, and the default device has no fp8."""
     if all(recipe.emulate is not None for recipe in recipes):
         return
     device = _compat.default_device()
@@ -137,9 +145,10 @@ def check_device(recipes: Collection[use_fp8]) -> None:
 
 def has_fp8(device: Any) -> bool:
     """Whether a device has matmuls of `float8_e4m3fn` numbers."""
-    if device.platform == "tpu":
+    if device.platform == "tpu":  # TPUs have fp8 from generation 7 on
         return not re.match(r"TPU v[2-6]", device.device_kind)
-    # GPUs of AMD say "gfx942", and have other formats with the same names.
+    # NVIDIA's GPUs from capability 8.9 on (Ada) have fp8. GPUs of AMD say "gfx942", and
+    # their 8-bit formats differ from NVIDIA's formats of the same names.
     capability = str(getattr(device, "compute_capability", ""))
     return bool(re.fullmatch(r"8\.9|9\.\d|\d\d\.\d", capability))
 
@@ -150,21 +159,23 @@ def has_fp8(device: Any) -> bool:
 def scale_exponent(x: Array, format_: DType, axes: Sequence[int]) -> Array:
     """Returns the least `e` for which `x / 2**e` is in the range of a format.
 
-    It is at least -126, and has length one along `axes`. Numbers that are not finite do
-    not count. All is done on the bits of `x`, float32 or bfloat16: as integers, they
-    have the order of the numbers, and need no masks, which XLA would write to memory.
+    The result is at least -126, and has length 1 along `axes`. Numbers that are not
+    finite do not count. All steps work on the bits of `x`, float32 or bfloat16. Read as
+    integers, the bits have the order of the numbers, and need no masks, which XLA would
+    write to memory.
     """
     info = ml_dtypes.finfo(x.dtype)
     word = np.dtype(f"uint{info.bits}").type
     one = word(1 << info.nmant)  # the lowest bit of the exponent
     magnitude = word(2 ** (info.bits - 1) - 1)
-    # Infinities and NaNs have the largest exponent. One more wraps it to the least: in
-    # bfloat16, an infinity is 0x7f80, and (0x7f80 + 0x80) & 0x7fff = 0. With `initial`,
-    # an array without a finite number looks like zeros.
+    # Infinities and NaNs have the largest exponent. The addition of 1 to the exponent
+    # wraps the largest exponent to 0: in bfloat16, an infinity is 0x7f80, and
+    # (0x7f80 + 0x80) & 0x7fff = 0. With `initial`, an array without a finite number
+    # looks like zeros.
     bits = ((lax.bitcast_convert_type(x, word) & magnitude) + one) & magnitude
     bits = jnp.max(bits, axes, keepdims=True, initial=one) - one
-    # The largest number of a format is 1.75 * 2**n. What is larger than 1.75 times a
-    # power of two is rounded up to the next exponent.
+    # The largest number of a format is 1.75 * 2**n. A number larger than 1.75 times a
+    # power of two gets the next exponent: the addition carries into the exponent.
     up_from_1_75 = (1 << (info.nmant - 2)) - 1
     of_largest = ((bits.astype(jnp.int32) + up_from_1_75) >> info.nmant) - _BIAS
     of_format = math.frexp(float(ml_dtypes.finfo(format_).max))[1] - 1
@@ -179,8 +190,9 @@ def power_of_two(e: Array, dtype: DType) -> Array:
 
 
 def quantize(x: Array, e: Array, format_: DType) -> Array:
-    """Returns `x / 2**e`, rounded to an 8-bit format, in whose range it is."""
-    # `float8_e4m3fn` has no infinity, and a compiler may round one to 448.
+    """Returns `x / 2**e`, rounded to an 8-bit format; `e` is a `scale_exponent`."""
+    # `float8_e4m3fn` has no infinity, and a compiler may round an infinity to 448, the
+    # largest number. The added NaN keeps an infinity from becoming a finite number.
     not_finite = x - x  # 0, or NaN
     return (x * power_of_two(-e, x.dtype) + not_finite).astype(format_)
 
@@ -196,17 +208,18 @@ def _matmul(
     _, batch = dimension_numbers
     copies, exponents = [], []
     for x, format_, of_batch in zip(factors, formats, batch, strict=True):
-        # Each matmul of a batch, such as one for each expert, has its own exponent.
-        # The axes are in order, so that both passes make the same copy: to XLA, a
-        # maximum over the axes (1, 0) is another one than that over (0, 1).
+        # Each matmul of a batch, such as the matmul of each expert, has its own
+        # exponent. The axes are in order, so that both passes make the same copy: XLA
+        # does not merge a maximum over the axes (1, 0) with a maximum over (0, 1).
         axes = [axis for axis in range(x.ndim) if axis not in of_batch]
+        # The exponent of float16 has another bias and another range than `_BIAS` says.
         wide = x.astype(jnp.float32) if x.dtype == jnp.float16 else x
         e = scale_exponent(wide, format_, axes)
         copy = quantize(wide, e, format_)
         if constrain_layout and x.dtype == jnp.float32:
-            # A GPU may want the weight transposed. The constraint makes it transpose
-            # the 8-bit copy. Without it, XLA transposes all float32 weights of a loop
-            # at once, which is a second copy of them.
+            # A GPU may want the weight transposed. With the constraint, XLA transposes
+            # the 8-bit copy. Without the constraint, XLA transposes all float32 weights
+            # of a loop at once, which makes a second copy of the weights.
             copy = with_layout_constraint(copy, Layout(tuple(range(copy.ndim))))
         copies.append(copy.astype(jnp.float32) if emulate else copy)
         in_order = jnp.transpose(e, [*of_batch, *axes])
@@ -219,7 +232,8 @@ def _matmul(
         lhs,
         rhs,
         dimension_numbers,
-        # Hopper's faster matmuls add up in fewer digits: only in the forward pass.
+        # Hopper's fast matmuls add up with fewer digits. Only the forward pass allows
+        # them; "highest" keeps the backward pass from them.
         precision="highest" if BACKWARD in formats and not emulate else None,
         preferred_element_type=dtype if rounds_first else jnp.float32,
     )
@@ -234,7 +248,7 @@ def _matmul(
 
 
 def _as_plain(fn: Callable[..., Array], *operands: Array, **params: Any) -> Array:
-    """Returns what a function of one `dot_general` gives, with its matmul in fp8."""
+    """Runs a function with a single `dot_general`, and computes this matmul in fp8."""
 
     def run(eqn: Eqn, values: Arrays) -> Arrays:
         if eqn.primitive is not lax.dot_general_p:
@@ -288,7 +302,7 @@ def _abstract_eval(*factors: Any, **params: Any) -> Any:
 
 
 def _lower_for_gpu(context: Any, *factors: Any, **params: Any) -> Any:
-    # A layout is a custom call, which `jax.export` would refuse.
+    # A layout constraint is a custom call, which `jax.export` would refuse.
     is_exported = context.module_context.lowering_parameters.for_export
     matmul = functools.partial(_matmul, constrain_layout=not is_exported)
     return mlir.lower_fun(matmul, multiple_results=False)(context, *factors, **params)

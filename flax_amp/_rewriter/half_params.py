@@ -1,17 +1,18 @@
 """`half_params`: which parameters can be stored in half precision, bit for bit.
 
-`amp` casts a weight at each use. So the casts can be done once, before the function is
-called, for a weight that nothing reads in float32:
+`amp` casts a weight at each use. If no equation reads the weight in float32, the casts
+can be done once, before the function is called:
 
     y = dot (convert[bfloat16] w) x        w: f32[4,4]
     y = dot w x                            w: bf16[4,4], the same y
 
 But the user's function is then traced with arrays in half precision, and JAX's own
-rules of promotion may make another program of it: `tanh(w1 @ w2)` of two parameters in
-half precision is a `tanh` of halves. So nothing is assumed: the program of `amp(fun)`
-for float32 parameters is compared with that for the parameters in half precision
-(`value_numbers.py`), and parameters are left out until both compute the same values. On
-the 19 models of the benchmarks the first comparison is enough.
+rules of promotion may give a different program: for two parameters in half precision,
+`tanh(w1 @ w2)` computes the `tanh` in half precision, too. So nothing is assumed: the
+program of `amp(fun)` for float32 parameters is compared with the program for the
+parameters in half precision (`value_numbers.py`), and parameters are left out until
+both programs compute the same values. On the 19 models of the benchmarks the first
+comparison is enough.
 """
 
 import copy
@@ -44,9 +45,9 @@ def half_params(
     matmul_dtype: MatmulDType = None,
     argnums: int | Sequence[int] = 0,
 ) -> Callable[..., Any]:
-    """Stores the parameters in half precision that `amp(fun)` only ever reads rounded.
+    """Stores in half precision the parameters that `amp(fun)` only ever reads rounded.
 
-    `amp` casts a weight at each use. A weight that nothing reads in float32 can be
+    `amp` casts a weight at each use. A weight that no equation reads in float32 can be
     stored in half precision, in half of its bytes, and the results of `amp(fun)` keep
     their bits. This serves inference, export, teachers, and weights that are not
     trained:
@@ -55,19 +56,19 @@ def half_params(
         y = jax.jit(flax_amp.amp(predict))(half, x)   # the bits of ...(params, x)
 
     Parameters that arithmetic reads stay float32, such as the scales of norms, most
-    biases, and an embedding whose rows are added to others. `flax_amp.explain` with
-    `parameters=True` gives the reason for each.
+    biases, and an embedding whose rows are added to the rows of another embedding.
+    `flax_amp.explain` with `parameters=True` gives the reason for each parameter.
 
     The function is traced, for most functions twice, and nothing is compiled. Arguments
-    may be abstract (`jax.ShapeDtypeStruct`, or what `jax.eval_shape` and
-    `nnx.eval_shape` return). The proof is about arguments of these shapes and dtypes,
-    and about the forward pass: gradients with respect to a parameter in half precision
-    are rounded to it.
+    may be abstract (`jax.ShapeDtypeStruct`, or the results of `jax.eval_shape` and
+    `nnx.eval_shape`). The proof is about arguments of these shapes and dtypes, and
+    about the forward pass: the gradient with respect to a parameter in half precision
+    is rounded to half precision.
 
     Args:
       fun: the function before `amp`.
-      precision: that of `flax_amp.amp`, as are the next three. Give the options that
-        `amp` gets. In float32, the parameters are returned as they are.
+      precision: an option of `flax_amp.amp`, as are the next three arguments. Give the
+        same options as to `amp`. In float32, the parameters are returned as they are.
       compute_dtype: a dtype instead of a word.
       amp_policy: which primitive or scope runs in which precision.
       matmul_dtype: the dtype of matmuls, such as `"fp8"`.
@@ -75,10 +76,11 @@ def half_params(
         places.
 
     Returns:
-      A function of the arguments of `fun`, which returns the parameters: float32 arrays
-      that are only read rounded in half precision, and all other leaves as they are. If
-      `argnums` is a sequence, it returns a tuple. Shardings are kept. In place of an
-      `nnx.Module` it returns a copy, which shares the arrays that stay as they are.
+      A function of the arguments of `fun` that returns the parameters. Float32 arrays
+      that are only read rounded are in half precision there, and all remaining leaves
+      are as they were. If `argnums` is a sequence, the function returns a tuple.
+      Shardings are kept. In place of an `nnx.Module` the function returns a copy, which
+      shares the arrays that stay as they are.
 
     Raises:
       TypeError: if `fun` is rewritten by `amp` already, or an option has a wrong type.
@@ -147,13 +149,13 @@ class Reason(enum.Enum):
 class Parameter(NamedTuple):
     """A float32 array among the inputs of a call."""
 
-    place: int  # among the inputs
-    reason: Reason | None  # why it stays float32; `None` if it can be half
+    place: int  # the place among the inputs of the call
+    reason: Reason | None  # why the parameter stays float32, else `None`
     reader: Reader | None  # the equation that the reason is about
 
     @property
     def is_half(self) -> bool:
-        """Whether it can be stored in half precision."""
+        """Whether the parameter can be stored in half precision."""
         return self.reason is None
 
 
@@ -168,7 +170,7 @@ def find_parameters(
 
 
 class _Search:
-    """Compares the program of a call with those for some parameters in half."""
+    """Compares the program of a call with programs for parameters in half precision."""
 
     def __init__(
         self, call: FunctionalCall, policy: Policy, half: DType, places: Sequence[int]
@@ -192,7 +194,11 @@ class _Search:
         ]
 
     def _proven(self, candidates: list[int]) -> list[int]:
-        """Returns candidates with which the program computes the same values."""
+        """Returns parameters that can all be stored in half precision.
+
+        Candidates are left out until the program for the remaining candidates in half
+        precision computes the same values as the program for float32 parameters.
+        """
         while candidates:
             blamed = self._blamed(candidates)
             if blamed is None:
@@ -202,13 +208,16 @@ class _Search:
                     self.reasons[p] = Reason.PROMOTED, reader
                 candidates = [p for p in candidates if p not in blamed]
                 continue
-            # The function refuses operands of two dtypes, or none is to blame.
+            # The function refuses operands of two dtypes, or no parameter is known to
+            # cause the difference. So the two parts of the candidates are tried apart.
             if len(candidates) == 1:
                 self.reasons[candidates[0]] = Reason.UNPROVEN, None
                 return []
             middle = len(candidates) // 2
             first = self._proven(candidates[:middle])
             second = self._proven(candidates[middle:])
+            # Each part is proven, but both together are not: the second part stays
+            # float32.
             if len(first) + len(second) == len(candidates):
                 self.reasons |= dict.fromkeys(second, (Reason.UNPROVEN, None))
                 return first
@@ -218,13 +227,14 @@ class _Search:
     def _blamed(self, candidates: list[int]) -> dict[int, Reader] | None:
         """Compares the programs; returns `None` if they compute the same values.
 
-        Otherwise it returns parameters that are read where the programs begin to
-        differ, with the equation there, as far as they are known.
+        Otherwise returns the parameters that are read where the programs begin to
+        differ, each with the equation there. The dict is empty if no such parameter is
+        known.
         """
         numbering = Numbering(self.table, frozenset(candidates))
         try:
             program = self._program(candidates)
-        except Exception:  # of the user's code, which has run for float32
+        except Exception:  # from the user's code, which has run for float32
             return {}
         results = self._results(numbering, program)
         if results == self.expected:
@@ -232,8 +242,9 @@ class _Search:
         blamed: dict[int, Reader] = {}
         for number, reader in numbering.first_new.items():
             read = self.table.sources(number) & numbering.stored
-            # JAX computes in half precision from two halves, and in float32 from a half
-            # and a float32 array. So the largest one may stay half.
+            # JAX computes in half precision from two operands in half precision, and in
+            # float32 as soon as an operand is float32. So the largest parameter may
+            # still be stored in half precision, unless the equation reads it alone.
             ordered = sorted(read, key=self._size)
             blamed |= dict.fromkeys(ordered[:-1] or ordered, reader)
         return blamed
@@ -250,15 +261,15 @@ class _Search:
         ]
         arrays = {i: x for i, x in enumerate(call.inputs) if _tree.is_array_or_shape(x)}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # `amp` warns when it is called
+            warnings.simplefilter("ignore")  # a call of `amp(fun)` gives the warnings
             traced = trace_call(call, self.policy, self.half)
             closed = jax.make_jaxpr(traced.emit)([*arrays.values()])
         return _Program(closed, traced.rebuild, [*arrays])
 
     def _results(self, numbering: Numbering, program: "_Program") -> list[Any]:
-        """Returns the results of a program.
+        """Returns the results of a program as a list that can be compared.
 
-        Equal lists are results of the same values and dtypes in the same structure.
+        Equal lists mean equal values and dtypes in the same structure.
         """
         values = []
         for place, x in zip(program.places, program.closed.in_avals, strict=True):
@@ -279,8 +290,8 @@ class _Program(NamedTuple):
     """A traced call, rewritten by `amp`."""
 
     closed: Jaxpr
-    rebuild: Callable[[Sequence[Any]], Any]  # makes the result of its arrays
-    places: list[int]  # of the arrays among the inputs of the call
+    rebuild: Callable[[Sequence[Any]], Any]  # from arrays to the result
+    places: list[int]  # the arrays among the inputs of the call
 
 
 def _is_float32(x: Any) -> bool:

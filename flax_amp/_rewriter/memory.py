@@ -1,16 +1,23 @@
-"""What the backward pass reads from memory, and what it computes again.
+"""Which values are stored for the backward pass, and which are computed again.
 
-Nothing here decides a dtype (`rule.py` does): results of matmuls and border values may
-be stored, equations between loops stand together under one `jax.checkpoint`, and
-barriers keep XLA from merging the two passes.
+The dtypes are decided before, by `rule.py`. Results of matmuls and border values may be
+stored. Equations between loops stand together under a single `jax.checkpoint`. Barriers
+keep XLA from merging the forward pass and the backward pass.
 
-Measured and left out, because they buy less than 3 % or cost elsewhere: the gradient of
-a table rounded (0.92 of a Llama's memory, as a key for `gather` does), cotangents
-rounded at borders, scatter-adds in half, operands of activations stored, a minimum cut
-between what is stored and what is computed again (5 % of a ViT's memory, with scipy),
-and the cotangent of a norm behind a swish rounded (an EfficientNet on an H200 reads and
-writes 1.10 of the bytes by hand, 1.25 so, but a U-Net takes 1.09 of the memory by hand,
-1.02 so, and the backward pass of a region would round inside).
+These changes were measured and left out, because each of them saves less than 3 % or
+has a cost elsewhere:
+
+- Round the gradient of a table: 0.92 of a Llama's memory, which a policy key for
+  `gather` gives as well.
+- Round cotangents at borders.
+- Run scatter-adds in half precision.
+- Store the operands of activations.
+- Choose the stored values by a minimum cut: saves 5 % of a ViT's memory, and needs
+  scipy.
+- Round the cotangent of a norm behind a swish. An EfficientNet on an H200 would read
+  and write 1.10 of the bytes of the model that is cast by hand, and reads and writes
+  1.25. But a U-Net would take 1.09 of the memory by hand, and takes 1.02, and the
+  backward pass would round inside a region.
 """
 
 import itertools
@@ -37,13 +44,15 @@ from flax_amp._rewriter.stored import NOWHERE, ON_GPU, ON_GPU_AND_TPU
 class Stored(NamedTuple):
     """How a result is stored for the backward pass."""
 
-    # Where a barrier stands behind it, in straight code: only if arithmetic reads it,
-    # because XLA would store the results of that instead.
+    # The platforms on which a barrier stands behind the result, outside of loops. There
+    # is a barrier only if arithmetic reads the result, because XLA would store the
+    # results of the arithmetic instead.
     platforms: tuple[str, ...]
-    is_rounded: bool  # whether the forward pass has to read the digits that are stored
-    # Whether it is stored in the body of a loop, too. A loop stacks what it stores, so
-    # operands of matmuls are computed again there. In straight code that takes 0.70 of
-    # a U-Net's memory on an H200, but 1.19 of a DiT's time.
+    is_rounded: bool  # whether the forward pass must read the stored digits, too
+    # Whether the result is stored in the body of a loop, too. A loop stacks the stored
+    # values of its steps, so operands of matmuls are computed again in loops. Outside
+    # of loops they are stored: to compute them again would take 0.70 of a U-Net's
+    # memory on an H200, but 1.19 of a DiT's time.
     in_loops: bool
 
 
@@ -51,22 +60,22 @@ class Piece(NamedTuple):
     """Equations that are emitted together."""
 
     nodes: Sequence[Node]
-    is_apart: bool  # whether it is one equation that no `jax.checkpoint` holds
-    ins: Sequence[Read] = ()  # of variables of other pieces
-    outs: Sequence[Read] = ()  # by other pieces, or results
+    is_apart: bool  # a single equation, outside of `jax.checkpoint`
+    ins: Sequence[Read] = ()  # reads of variables that the piece does not make
+    outs: Sequence[Read] = ()  # reads by later pieces, and reads as results
 
 
 class Memory(NamedTuple):
-    """What is stored of a program, and what is emitted together."""
+    """Which results of a program are stored, and which equations stand together."""
 
-    stored: dict[Var, Stored]  # what the backward pass may store
+    stored: dict[Var, Stored]  # results that may be stored for the backward pass
     pieces: Sequence[Piece]  # in the order in which they are emitted
-    relus: set[Var]  # whose derivative can read what is stored
-    maxima: set[Var]  # along axes, which some platforms compute again
+    relus: set[Var]  # results of relus from which the derivative can be computed
+    maxima: set[Var]  # along axes; some platforms compute the maximum again
 
 
 def memory_of(plan: Plan) -> Memory:
-    """Returns what is stored of a program whose dtypes are planned."""
+    """Returns the `Memory` of a program whose dtypes are planned."""
     relus = {
         v
         for node in plan.nodes
@@ -85,7 +94,7 @@ def memory_of(plan: Plan) -> Memory:
 
 
 def _stored(plan: Plan) -> dict[Var, Stored]:
-    """Returns what the backward pass may store: results of matmuls, border values."""
+    """Returns the results of matmuls and the border values that may be stored."""
     border, read_by_later = plan.border, plan.read_by_later
     by_arithmetic, ill = _readings(plan.nodes)
     stored: dict[Var, Stored] = {}
@@ -102,7 +111,7 @@ def _stored(plan: Plan) -> dict[Var, Stored]:
             stored[v] = Stored(
                 platforms if has_barrier else NOWHERE,
                 is_rounded=v in ill or is_read,
-                # What nothing but matmuls reads is computed again.
+                # A border value that only matmuls read is computed again there.
                 in_loops=v not in border or is_read,
             )
     return stored
@@ -112,9 +121,10 @@ def _is_lookup(node: Node, plan: Plan) -> bool:
     """Whether an equation looks up more rows than a computed array has.
 
     The rows are computed again, because the smaller array is stored instead: a graph
-    attention with 100,000 edges between 20,000 nodes took 722 MB on an H200, and takes
-    577 MB so. Few rows of a large array, such as the masked tokens of a text, are
-    stored. So are rows of a table among the arguments, which would be cast again.
+    attention with 100,000 edges between 20,000 nodes takes 577 MB on an H200, and took
+    722 MB with stored rows. Few rows of a large array, such as the masked tokens of a
+    text, are stored. Rows of a table among the arguments are stored, too, because the
+    table would be cast again.
     """
     if node.eqn.primitive.name != "gather" or not repeats(node.eqn):
         return False
@@ -125,9 +135,10 @@ def _is_lookup(node: Node, plan: Plan) -> bool:
 
 
 def _readings(nodes: Sequence[Node]) -> tuple[set[Var], set[Var]]:
-    """Returns what arithmetic reads, and what ill-conditioned arithmetic comes from.
+    """Returns the operands of arithmetic, and the sources of ill-conditioned results.
 
-    The second are the variables from which arithmetic leads to an exponential, say.
+    The second set has the variables from which arithmetic leads to an ill-conditioned
+    equation, such as an exponential.
     """
     by_arithmetic: set[Var] = set()
     ill: set[Var] = set()
@@ -147,7 +158,7 @@ def _is_ill(eqn: Eqn) -> bool:
 
 
 def _pieces(nodes: Sequence[Node], results: Reads) -> list[Piece]:
-    """Returns the equations in groups, with what each group reads and gives."""
+    """Returns the equations in pieces, with the variables that each reads and gives."""
     pieces = _groups(nodes)
     maker = {
         v: n
@@ -166,17 +177,18 @@ def _pieces(nodes: Sequence[Node], results: Reads) -> list[Piece]:
 
 
 def _groups(nodes: Sequence[Node]) -> list[Piece]:
-    """Returns the equations in groups, as they are emitted.
+    """Returns the equations in pieces, in the order in which the pieces are emitted.
 
-    Equations that stand apart, such as loops, separate the groups, and one
-    `jax.checkpoint` holds each group. With a checkpoint for each region, a scanned GPT
-    on a v5e took 8,920 MB, and takes 5,620 so. The depth of a group is the number of
-    equations on the way to it that stand apart.
+    Equations that stand apart, such as loops, separate the pieces, and a single
+    `jax.checkpoint` holds each piece. A scanned GPT on a v5e takes 5,620 MB, and took
+    8,920 MB with a checkpoint for each region. The depth of an equation is the largest
+    number of equations that stand apart on a path to the equation. All equations of a
+    depth that do not stand apart are a piece.
     """
     depth: dict[Var, int] = defaultdict(int)
     together: dict[int, list[Node]] = defaultdict(list)
     apart: dict[int, list[Node]] = defaultdict(list)
-    floor = 0  # effects stay in order
+    floor = 0  # the least depth of the next effect: effects stay in order
     for node in nodes:
         eqn = node.eqn
         own = max((depth[v] for v in variables(eqn.invars)), default=0)

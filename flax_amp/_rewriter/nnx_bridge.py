@@ -25,8 +25,9 @@ class FunctionalCall:
     """A call `fun(*args, **kwargs)` as a pure function of a flat list of inputs.
 
     Modules and variables may stand anywhere in the arguments, and may share state. The
-    inputs are the leaves of their state, then the other leaves of the arguments. With
-    `open_scopes`, a scope is around each call of a module. `caller` is for messages.
+    inputs are the leaves of their state, then the remaining leaves of the arguments.
+    With `open_scopes`, a scope is around each call of a module. Error messages begin
+    with `caller`.
     """
 
     def __init__(
@@ -45,14 +46,14 @@ class FunctionalCall:
         self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
         self._nodes = [x for x in self._leaves if is_node(x)]
         self._graphdef, self._state = nnx.split(self._nodes)
-        # What the modules share is one input, wherever they stand.
+        # State that several modules share is a single input, wherever they stand.
         inputs = self._state, [x for x in self._leaves if not is_node(x)]
         self.inputs, self._inputs_def = jax.tree.flatten(inputs)
 
     def function(self, inputs: Sequence[Any]) -> tuple[Any, nnx.State]:
-        """Returns the result of the function, and the variables that it changed."""
+        """Returns the result of the call, and the variables that the call changed."""
         state, others = jax.tree.unflatten(self._inputs_def, inputs)
-        # The user's own modules never hold a tracer, whatever the function raises.
+        # A copy: the user's modules never hold a tracer, even if the function raises.
         merged = nnx.merge(self._graphdef, state, copy=True)
         args, kwargs = self._fill(merged, others)
         with module_scopes(merged, wanted=self._open_scopes):
@@ -72,7 +73,10 @@ class FunctionalCall:
         return out, nnx.from_flat_state(list(_changed(updated, state).items()))
 
     def finish(self, result: tuple[Any, nnx.State]) -> Any:
-        """Updates the modules with what `function` returned; returns its result."""
+        """Updates the user's modules, and returns the result of the call.
+
+        `result` is the pair that `function` returned.
+        """
         out, changed = result
         nnx.update(self._nodes, changed)
         return out
@@ -84,7 +88,7 @@ class FunctionalCall:
         return sorted(jax.tree.leaves([args[n] for n in argnums]))
 
     def arguments_with(self, inputs: Sequence[Any]) -> tuple[Any, Any]:
-        """Returns `(args, kwargs)` with other inputs, and copies of the modules."""
+        """Returns `(args, kwargs)` with new inputs, and with copies of the modules."""
         state, others = jax.tree.unflatten(self._inputs_def, inputs)
         merged = nnx.merge(self._graphdef, state, copy=True)
         return self._fill(merged, others)
@@ -92,16 +96,16 @@ class FunctionalCall:
     def rebuild_arguments(
         self, values: Sequence[Any], of_module: Callable[[nnx.State], Any]
     ) -> tuple[Any, Any]:
-        """Returns `(args, kwargs)` with one of the values in place of each input.
+        """Returns `(args, kwargs)` with a value in the place of each input.
 
-        `of_module` maps the `nnx.State` of a module to what takes its place. What
-        several modules share is a part of the first one.
+        `of_module` maps the `nnx.State` of a module to the object that takes the place
+        of the module. State that several modules share is a part of the first module.
         """
         states, others = jax.tree.unflatten(self._inputs_def, values)
         nodes = [
             states[i]
             if isinstance(node, nnx.Variable)
-            # A module without variables has no state among them.
+            # A module without variables has no entry in `states`.
             else of_module(states.get(i, nnx.State({})))
             for i, node in enumerate(self._nodes)
         ]
@@ -114,11 +118,11 @@ class FunctionalCall:
 
 
 def watch_changes(tree: PyTree, name: str) -> Callable[[], list[str]]:
-    """Returns a function that names variables in `tree` that changed since then."""
+    """Returns a function that names the variables in `tree` that change from now on."""
     leaves = tree_leaves_with_path(tree, is_leaf=is_node)
     places = {keystr(path): node for path, node in leaves if is_node(node)}
     nodes = list(places.values())
-    # A copy: the variables of a module change with it.
+    # A copy, because the variables of a module change with the module.
     before = jax.tree.map(lambda x: x, nnx.state(nodes))
 
     def changes() -> list[str]:
@@ -131,15 +135,15 @@ def watch_changes(tree: PyTree, name: str) -> Callable[[], list[str]]:
 
 
 def _variable_name(nodes: Sequence[Any], path: Sequence[Any]) -> str:
-    """Returns the name of a variable; its path begins with the number of the module."""
+    """Returns the name of a variable, whose path begins with its module's number."""
     first, *rest = path
     return ".".join([type(nodes[first]).__name__, *map(str, rest)])
 
 
 def _changed(new: nnx.State, old: nnx.State) -> dict[Any, Any]:
-    """Returns the variables that hold other arrays than before, by their paths."""
-    # The others must not be updated: in a trace, a module from outside of it may be
-    # read, but not changed.
+    """Returns the variables that hold new arrays or are new, by their paths."""
+    # Unchanged variables must not be updated: in a trace, a module from outside of the
+    # trace may be read, but not changed.
     before = dict(nnx.to_flat_state(old))
     return {
         path: variable

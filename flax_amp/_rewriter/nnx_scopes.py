@@ -1,19 +1,20 @@
 """Scopes around the calls of `nnx.Module` objects, as Linen opens them.
 
 `Model/layers/0/attention` is the class of the outermost module, and then the attributes
-that lead from one called module to the next. For methods other than `__call__` it is
-`attention.project`.
+that lead from each called module to the next. The scope of a method besides `__call__`
+ends in the name of the method: `attention.project`.
 
-Two things make these scopes, and both are undone when the trace ends. Each module has
-its name as a static attribute, because static attributes survive the splitting and
-merging in `nnx.jit`, `nnx.scan` and the like, where a table by identity does not; the
-modules are copies that no user sees. And the methods of their classes are wrapped: a
-subclass made on the fly would run the user's `__init_subclass__`. A module without a
-name, such as one of another thread, goes through the wrapper as if it were not there.
+Two changes make these scopes, and both are undone when the trace ends. First, each
+module has its name as a static attribute. Static attributes survive the splitting and
+merging in `nnx.jit`, `nnx.scan` and the like, and a table of names by identity would
+not. The modules are copies that no user sees. Second, the methods of the modules'
+classes are wrapped, because a subclass made on the fly would run the user's
+`__init_subclass__`. For a module without a name, such as a module of another thread,
+the wrapper opens no scope.
 
 Two modules that differ in their names only have different structures, and code that
-needs them equal fails. So modules have names only where a policy has scope keys, or a
-tool of `debug` asks.
+needs equal structures fails. So modules have names only where a policy has scope keys,
+or a tool of `debug` asks for names.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ import jax
 from flax import nnx
 
 _NAME = "_flax_amp_scope"
-# The first two are not called; the last one iterates over its own attributes.
+# `nnx.List` and `nnx.Dict` are not called; `ToNNX` iterates over its own attributes.
 _NAMELESS = (nnx.List, nnx.Dict, nnx.bridge.ToNNX)
 
 SCOPES_NOTE = (
@@ -42,21 +43,22 @@ SCOPES_NOTE = (
 def module_scopes(node: Any, *, wanted: bool) -> Iterator[None]:
     """Opens a scope around every method call of the modules in `node`, if wanted.
 
-    They must be copies, because they have their names as long as this lasts.
+    The modules must be copies, because they have their names while the context lasts.
     """
     if not wanted:
         yield
         return
     paths = _paths(node)
     for module, path in paths:
-        # Past the methods of NNX, which refuse to change a module of an outer trace.
-        # NNX takes an attribute that it was not told of for a static one.
+        # `object.__setattr__` avoids the methods of NNX, which refuse to change a
+        # module of an outer trace. NNX takes an attribute that was set in this way for
+        # a static attribute.
         object.__setattr__(module, _NAME, path)
     with _wrapped([module for module, _ in paths]):
         try:
             yield
         except Exception as error:
-            if _NAME in str(error):  # JAX shows what differs
+            if _NAME in str(error):  # JAX shows the attribute that differs
                 error.add_note(SCOPES_NOTE)
             raise
         finally:
@@ -64,14 +66,17 @@ def module_scopes(node: Any, *, wanted: bool) -> Iterator[None]:
 
 
 def forget_names(tree: Any) -> None:
-    """Takes the names off all modules in a tree, copies among them."""
+    """Takes the names off all modules in a tree, copies included."""
     for _, value in nnx.iter_graph(tree, graph=True):
         if isinstance(value, nnx.Module):
             vars(value).pop(_NAME, None)
 
 
 def _paths(node: Any) -> list[tuple[nnx.Module, str]]:
-    """Returns every module with its path from the module that holds it."""
+    """Returns every module with its path from the nearest module around.
+
+    The outermost module has the name of its class instead of a path.
+    """
     modules = {
         path: value
         for path, value in nnx.iter_graph(node, graph=True)
@@ -86,17 +91,17 @@ def _paths(node: Any) -> list[tuple[nnx.Module, str]]:
     return found
 
 
-# --- wrapping the methods of classes, and undoing it ---------------------------------
+# --- wrapping the methods of classes, and unwrapping the methods ---------------------
 
 _lock = threading.Lock()
-_traces = 0  # how many of them use the wrappers, in any thread
-_classes: set[type] = set()  # those whose methods are wrapped
-_undo = contextlib.ExitStack()
+_traces = 0  # the number of traces that use the wrappers, in all threads
+_classes: set[type] = set()  # the classes whose methods are wrapped
+_undo = contextlib.ExitStack()  # puts the original methods back
 
 
 @contextlib.contextmanager
 def _wrapped(modules: Iterable[nnx.Module]) -> Iterator[None]:
-    """Wraps the methods that users may have written, those of mixins included."""
+    """Wraps the methods that users may have written, methods of mixins included."""
     global _traces
     mixed = {cls for module in modules for cls in type(module).__mro__}
     own = {cls for cls in mixed if cls.__module__ != "builtins"}
@@ -136,8 +141,9 @@ def _scoped(method_name: str, method: Any) -> Callable[..., Any]:
         name = getattr(self, "__dict__", {}).get(_NAME)  # a mixin may have slots
         if not name:
             return bound(*args, **kwargs)
-        # It has no name in its own scope: methods that call one another open one scope,
-        # and equal layers under `nnx.jit` are traced once.
+        # A module has no name in its own scope. So a method that the module calls on
+        # itself opens no second scope, and equal layers under `nnx.jit` are traced only
+        # once.
         object.__setattr__(self, _NAME, "")
         try:
             with jax.named_scope(name + suffix):

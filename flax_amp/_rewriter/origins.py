@@ -1,7 +1,8 @@
-"""What each variable of a program comes from: arguments, matmuls, sums, states.
+"""The origin of each variable of a program: arguments, matmuls, sums, states.
 
-A *root* is an argument or a constant, and a set of roots is an integer with one bit for
-each, because a program of a thousand weights has as many sets as variables. In
+A *root* is an argument, a constant, or a part of an argument. A set of roots is an
+integer with a bit for each root, because a program of a thousand weights has as many
+sets as variables. The roots tell states from biases and from residual streams:
 
     c1 = c0 + head(c0, w)      begins at c0, and head depends on c0: a state
     c2 = c1 + head(c1, w)      begins at c0, as c1 does: a state
@@ -9,10 +10,11 @@ each, because a program of a thousand weights has as many sets as variables. In
     y2 = y1 + f(y1, u)         passes only weights that y1 has passed: a state, as y1 is
     z2 = z1 + f(z1, v[2])      passes v[2], which z1 has not passed: a residual stream
 
-A state is never rounded to half precision. Rounded, `c1` near 500 would stand on a grid
-of two pixels in bfloat16: the gradient of an optical flow had an error of 0.197, and
-0.0037 so. The other way to find such sums, by a small literal that multiplies `f`, lost
-coordinates, and found deep residual layers that are none.
+A state is never rounded to half precision. In bfloat16, a coordinate `c1` near 500
+would stand on a grid of two pixels: the gradient of an optical flow has an error of
+0.0037, and had 0.197 with rounded coordinates. Before, states were found by a small
+literal that multiplies `f`. That search lost coordinates, and took deep residual layers
+for states.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,25 +36,25 @@ from flax_amp._rewriter.primitives import (
 )
 from flax_amp._rewriter.roles import Context
 
-Roots = int  # a set of roots, one bit for each
+Roots = int  # a set of roots, with a bit for each root
 
 BEGINS_AT_DATA = "a state that begins at data"
 SAME_WEIGHTS = "a state that passes the same weights again"
 
 
 class Origin(NamedTuple):
-    """What a variable comes from."""
+    """The origin of a variable."""
 
-    is_argument: bool = False  # or a constant, moved or cast up at most
-    after_matmul: bool = False  # whether it was computed from a matmul
-    is_sum: bool = False  # or a maximum along an axis, moved at most
-    state: str = ""  # why it is a state; empty if it is none
+    is_argument: bool = False  # an argument or constant, moved or cast up at most
+    after_matmul: bool = False  # whether a matmul comes before the value
+    is_sum: bool = False  # a sum or a maximum along an axis, moved at most
+    state: str = ""  # why the variable is a state; empty if no state
     begins: Roots = 0  # the roots of which the value is a shifted or scaled copy
     reads: Roots = 0  # the roots that the value was computed from
-    weights: Roots = 0  # of these, the factors of matmuls before the value
+    weights: Roots = 0  # of `reads`, the weights of matmuls before the value
 
     def mapped(self, change: Callable[[Roots], Roots]) -> "Origin":
-        """Returns the origin with another set in the place of each."""
+        """Returns the origin with another set in the place of each set."""
         return self._replace(
             begins=change(self.begins),
             reads=change(self.reads),
@@ -64,28 +66,28 @@ NOWHERE = Origin()
 
 
 def first_root(origins: Sequence[Origin]) -> Roots:
-    """Returns the first root that stands in none of these."""
+    """Returns the first root that stands in none of the origins."""
     sets = (o.begins | o.reads | o.weights for o in origins)
     return 1 << max((roots.bit_length() for roots in sets), default=0)
 
 
 class Origins(NamedTuple):
-    """What the variables of a program come from."""
+    """The origins of the variables of a program."""
 
     of: dict[Var, Origin]
     results: tuple[Origin, ...]
-    inputs: tuple[Origin, ...]  # as they are known when all equations were seen
-    biases: Roots  # arguments that were added to what does not depend on them
+    inputs: tuple[Origin, ...]  # as they are known after the last equation
+    biases: Roots  # arguments that were added to arrays that do not depend on them
     # By the `id` of an equation with bodies: the origins that its bodies get.
     of_bodies: dict[int, tuple[Origin, ...]]
 
     def read(self, atom: Atom) -> Origin:
-        """Returns the origin of an operand; a number has none."""
+        """Returns the origin of an operand; a literal has none."""
         return NOWHERE if isinstance(atom, Literal) else self.of[atom]
 
 
 class OriginAnalysis(FlowAnalysis):
-    """Sweeps that also find what variables come from."""
+    """Sweeps that also find the origins of variables."""
 
     @cached
     def origins(
@@ -99,21 +101,22 @@ class OriginAnalysis(FlowAnalysis):
 
 
 class RootMap:
-    """Translates sets of roots between a program and a body of one of its equations.
+    """Translates sets of roots between a program and the bodies of an equation.
 
-    Roots that stand in the same sets are one root for the body. So the sets that a body
-    gets are equal for each layer of a stack, and the body is planned once.
+    Roots that stand in the same sets are a single root for the body. So the sets that a
+    body gets are equal for each layer of a stack, and the body is planned once.
     """
 
     def __init__(self, origins: Sequence[Origin], new_root: Callable[[], Roots]):
         """`new_root` makes a root of the program for each root that the body makes."""
         self.new_root = new_root
-        self.made: dict[Roots, Roots] = {}  # by a root of the body: that of the program
+        self.made: dict[Roots, Roots] = {}  # the program's root, by the body's root
         sets = dict.fromkeys(x for o in origins for x in (o.begins, o.reads, o.weights))
         stands_in: dict[Roots, list[int]] = {}  # by a root: the places of its sets
         for place, roots in enumerate(sets):
             for root in _bits(roots):
                 stands_in.setdefault(root, []).append(place)
+        # By the places of some sets: the roots that stand in these sets only.
         classes: dict[tuple[int, ...], Roots] = {}
         for root, found in stands_in.items():
             key = tuple(found)
@@ -128,7 +131,7 @@ class RootMap:
         self.inside = tuple(o.mapped(inside.__getitem__) for o in origins)
 
     def to_program(self, roots: Roots) -> Roots:
-        """Returns a set of the body for the program."""
+        """Translates a set of roots of the body to roots of the program."""
         found = 0
         for i, whole in enumerate(self.classes):
             found |= whole if roots >> i & 1 else 0
@@ -150,7 +153,7 @@ def _bits(roots: Roots) -> list[Roots]:
 
 
 def joined(origins: Sequence[Origin]) -> Origin:
-    """Returns the origin of a value that may be any of these, or is made of them."""
+    """Returns the origin of a value that is computed or chosen from some values."""
     begins = reads = weights = 0
     for o in origins:
         begins |= o.begins
@@ -169,8 +172,9 @@ def joined(origins: Sequence[Origin]) -> Origin:
 
 # --- equations -----------------------------------------------------------------------
 
-# Layers may have their weights in one array. A part is a root of its own, beside the
-# root of the array: a gather may read the weights of another layer each time.
+# Layers may have their weights in a single array. A part of the array is a root of its
+# own, beside the root of the array: a gather may read the weights of another layer each
+# time.
 _PARTS = ("slice", "split", "unstack", "gather", "dynamic_slice")
 # `x.at[i].add(y)` adds as `x + y` does.
 _ADDITIONS = ("add", "add_any", "sub", "scatter-add", "scatter-sub")
@@ -178,7 +182,7 @@ _FACTORS = ("mul", "div", "rem", "scatter-mul")
 
 
 class _Sweep:
-    """A sweep over a program."""
+    """A forward sweep that finds the origins of the variables of a program."""
 
     def __init__(
         self,
@@ -222,7 +226,8 @@ class _Sweep:
         if has_bodies and traits_of(eqn).rewriting is not None:
             return self._of_bodies(node)
         operands = [self.of[v] for v in variables(eqn.invars)]
-        # Zeros, or positions. Those of a weak number are broadcast from a strong one.
+        # Zeros, or positions. Zeros of a weak type are broadcast from a number that was
+        # cast to a strong type, and that number has the origin `NOWHERE`, too.
         if node.in_region and all(o == NOWHERE for o in operands):
             is_array = any(map(_shape, eqn.outvars))
             is_constant = is_array and node.choice.role is not Kind.OTHER
@@ -237,7 +242,7 @@ class _Sweep:
         return [origin._replace(reads=origin.reads | part) for part in parts]
 
     def _computed(self, node: Node, operands: Sequence[Origin]) -> Origin:
-        """Returns the origin of a result, whatever it carries along."""
+        """Returns the origin of a result, without the data of its operands."""
         whole = joined(operands)
         weights = whole.weights
         if node.choice.role is Kind.MATMUL:
@@ -254,7 +259,7 @@ class _Sweep:
         """Returns the origins of the results of an equation with bodies."""
         eqn = node.eqn
         operands = map(self._read, eqn.invars)
-        # A bias of a layer is one in the bodies behind it, too.
+        # A bias of a layer is a bias in the bodies behind the layer, too.
         known = [o._replace(begins=o.begins & ~self.biases) for o in operands]
         roots = RootMap(known, self._root)
         self.of_bodies[id(eqn)] = roots.inside
@@ -269,7 +274,7 @@ class _Sweep:
         """Marks operands that are the first of a chain of states in a body.
 
         `y = block(block(x, w), w)` with `block = checkpoint(lambda x, w: x + f(x, w))`:
-        the second block finds that the result of the first one is a state.
+        the second block finds that the result of the first block is a state.
         """
         start = len(eqn.invars) - len(found.inputs)
         for v, origin in zip(eqn.invars[start:], found.inputs, strict=True):
@@ -277,8 +282,8 @@ class _Sweep:
                 self.of[v] = self.of[v]._replace(state=origin.state)
 
     def _part(self, eqn: Eqn, i: int) -> Roots:
-        """Returns the root of a part of an argument, such as of one layer's weights."""
-        if len(eqn.invars) > 1:  # by an index, which may be another one
+        """Returns the root of a part of an argument, such as the weights of a layer."""
+        if len(eqn.invars) > 1:  # by an index, which may differ each time
             return self._root()
         key = self._read(eqn.invars[0]).reads, eqn.primitive, i, str(eqn.params)
         if key not in self.parts:
@@ -286,11 +291,11 @@ class _Sweep:
         return self.parts[key]
 
     def _is_argument(self, eqn: Eqn) -> bool:
-        """Whether an equation moves an argument, or takes a part of one.
+        """Whether an equation moves an argument, or takes a part of an argument.
 
-        A weight that is stored in half precision, and cast up, is an argument as well:
-        with float32 streams, a GPT with such weights could not share the program of
-        float32 weights (`half_params.py`).
+        A weight that is stored in half precision, and cast up, is an argument as well.
+        If not, the streams of a GPT with such weights would stay float32, and the GPT
+        could not share the program of float32 weights (`half_params.py`).
         """
         if eqn.primitive.name == "dynamic_slice" or is_cast_up(eqn):
             return self._read(eqn.invars[0]).is_argument
@@ -298,7 +303,7 @@ class _Sweep:
         return is_moved and is_layout(eqn)
 
     def _is_sum(self, node: Node) -> bool:
-        """Whether an equation gives a sum or a maximum, or moves one."""
+        """Whether an equation gives a sum or a maximum, or moves such a result."""
         eqn, role = node.eqn, node.choice.role
         if role is Kind.SUM or (role is Kind.MOVE and has(eqn, Trait.MAXIMUM)):
             return True
@@ -306,13 +311,13 @@ class _Sweep:
         return is_moved and all(self.of[v].is_sum for v in variables(eqn.invars))
 
     def _along(self, node: Node, origin: Origin) -> Origin:
-        """Returns the origin of a result with the data that it carries along."""
+        """Adds to the origin of a result the data that the result carries along."""
         eqn, name, role = node.eqn, node.eqn.primitive.name, node.choice.role
         if not node.in_region:
             return origin
         arrays = [v for v in variables(eqn.invars) if _shape(v)]
         floats = [v for v in arrays if is_float32(v)]
-        if name.startswith("scatter-"):  # the indices stand between
+        if name.startswith("scatter-"):  # without the indices in between
             arrays = floats
         is_sum_or_product = name in _ADDITIONS or name in _FACTORS
         if is_sum_or_product and len(arrays) == len(floats) == 2:
@@ -323,8 +328,8 @@ class _Sweep:
             is_data = name == "concatenate" or all(self.of[v].begins for v in floats)
             begins = whole.begins if is_data else 0
             return origin._replace(state=whole.state, begins=begins)
-        # What is made of a state alone is one: sorted coordinates, and for boxes the
-        # sigmoid of a logit. A lookup in a table begins nothing.
+        # An array that is computed from a state alone is a state: sorted coordinates,
+        # and for boxes the sigmoid of a logit. A lookup in a table begins nothing.
         is_function = role in (Kind.ARITHMETIC, Kind.MOVE) and len(floats) == 1
         of_x = self.of[floats[0]] if is_function else NOWHERE
         # A function begins no further sum: the `tanh(c)` of an LSTM is multiplied by a
@@ -352,16 +357,17 @@ class _Sweep:
             if of_x.is_argument:
                 self.biases |= begins
         for x, y in pairs:
-            # Moved or scaled by arrays that are no results of matmuls, it is a state.
+            # A state that is shifted or scaled by an array is still a state, unless the
+            # array was computed from a matmul.
             if self.of[x].state and not self.of[y].after_matmul:
                 return origin._replace(state=self.of[x].state, begins=self.of[x].begins)
         found = [self.of[v].begins for v in arrays]
-        # The difference of two coordinates is one.
+        # The difference of two coordinates is a coordinate, too.
         is_data = not pairs and all(found)
         return origin._replace(begins=found[0] | found[1] if is_data else 0)
 
     def _may_begin(self, x: Var, y: Var) -> bool:
-        """Whether `x` may begin a sum with `y`: it comes before, or is a state."""
+        """Whether `x` may begin a sum with `y`: `x` comes before `y`, or is a state."""
         level = self.levels.region
         return level[y] > level[x] or bool(self.of[x].state)
 
@@ -369,10 +375,10 @@ class _Sweep:
 def _weights(x: Origin, y: Origin = NOWHERE) -> Roots:
     """Returns the weights of a matmul of two factors.
 
-    A weight is computed from arguments alone, and multiplies a computed array. Of data
-    and the weights of a first layer, which are both arguments, none is a weight.
+    A weight is computed from arguments alone, and multiplies a computed array. Data and
+    the weights of a first layer are both arguments, so neither counts as a weight.
     """
-    if x.after_matmul and y.after_matmul:  # of `x @ (w + a @ b)`: w, a, b
+    if x.after_matmul and y.after_matmul:  # of `x @ (w + a @ b)`: `w`, `a`, `b`
         return x.reads ^ y.reads
     weights = 0
     for factor, other in ((x, y), (y, x)):
@@ -382,12 +388,12 @@ def _weights(x: Origin, y: Origin = NOWHERE) -> Roots:
 
 
 def _shape(v: Var) -> tuple[int, ...]:
-    """Returns the shape of a variable, that of a token or a ref is empty."""
+    """Returns the shape of a variable; a token has none, and counts as a scalar."""
     return getattr(v.aval, "shape", ())
 
 
 def _moves(node: Node) -> bool:
-    """Whether an equation gives numbers of its operands as they are."""
+    """Whether an equation only gives unchanged numbers of its operands."""
     if node.eqn.primitive.name == "convert_element_type" or is_layout(node.eqn):
         return True
     if node.choice.role is not Kind.MOVE or node.eqn.primitive.name == "gather":

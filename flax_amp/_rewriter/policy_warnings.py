@@ -1,7 +1,8 @@
 """Warnings at trace time: a policy has no effect, or matmuls stay in float32.
 
-They read the traced program alone, before it is planned, once for each trace of the
-function that `amp` was given.
+The warnings come at each trace of the function that is passed to `amp`.
+`warn_of_policy` reads the traced program alone, before the plan is made. `warn_of_fp8`
+reads the reasons that were counted while the program was emitted.
 """
 
 import difflib
@@ -23,6 +24,7 @@ from flax_amp._rewriter.roles import Chooser, Context, why_as_written
 from flax_amp._scope_paths import paths
 from flax_amp.policy import Origin, Policy
 
+# The folders of JAX, of Flax and of the rewriter.
 _LIBRARIES = tuple(
     os.path.join(os.path.dirname(file), "")
     for file in (jax.__file__, flax.__file__, os.path.dirname(__file__))
@@ -30,11 +32,12 @@ _LIBRARIES = tuple(
 
 
 class PolicyWarning(UserWarning):
-    """A policy, or a part of it, has no effect on the program that `amp` was given."""
+    """A policy, or a key of a policy, has no effect on the program of a function."""
 
 
 def _warn(message: str) -> None:
-    """Warns at the line of the user: the innermost one outside of JAX and Flax."""
+    """Warns at the user's line: the innermost line outside of `_LIBRARIES`."""
+    # A `stacklevel` of 2 is the caller of `_warn`, and each frame further out adds 1.
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
@@ -44,13 +47,13 @@ def _warn(message: str) -> None:
 def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None:
     """Warns of keys that match nothing, and if no matmul runs in half precision.
 
-    `names` are those of the inputs of the traced program, such as `params['w']`.
+    `names` has the names of the inputs of the traced program, such as `params['w']`.
     """
     equations = list(walk(closed))
     if choose.policy.scope_keys:
         inputs = zip(_compat.open_jaxpr(closed)[0].invars, names, strict=True)
         used = {id(v) for visit in equations for v in visit.eqn.invars}
-        # They may be the parameters of a module that is not called here.
+        # Unused inputs may be the parameters of a module that is not called here.
         idle = {name for v, name in inputs if id(v) not in used}
         _warn_of_keys(choose.policy, {visit.scopes for visit in equations}, idle)
     if choose.half == jnp.float32:
@@ -79,7 +82,10 @@ def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None
 
 
 def warn_of_fp8(policy: Policy, reasons: Counter[str]) -> None:
-    """Warns with the reasons if fp8 is asked for, and no matmul runs in it, as ""."""
+    """Warns with the reasons if fp8 is asked for, and no matmul runs in fp8.
+
+    `reasons` counts why matmuls do not run in fp8, with "" for matmuls that do.
+    """
     if policy.fp8_recipes and "" not in reasons:
         emulates = any(recipe.emulate for recipe in policy.fp8_recipes)
         options = "(emulate=True)" if emulates else ""
@@ -98,15 +104,19 @@ def _most_common(reasons: Counter[str]) -> str:
 
 
 def _why_kept(choose: Chooser, matmul: Visit) -> str:
-    """Says why `amp` leaves a matmul as it is, or "" if that is not its doing."""
+    """Says why `amp` leaves a matmul in its own dtypes.
+
+    The reason is "" if the policy changes the matmul, if the operands are in half
+    precision or fp8 as written, and if `amp_stop` is around the matmul.
+    """
     eqn, scopes, around = matmul
-    # The program says so itself: half precision, or fp8 of its own.
+    # The program itself has half precision or fp8 here.
     dtypes = [v.aval.dtype for v in eqn.invars[:2]]
     if any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes):
         return ""
     if reasons := list(filter(None, map(why_as_written, around))):
         return reasons[0]
-    # A loop or a call may be left untouched as a whole.
+    # A key of the policy may leave a loop or a call untouched as a whole.
     by_key = (choose.policy.decide(e.primitive, ()) for e in around)
     forced = next((d for d in by_key if d.origin is Origin.PRIMITIVE), None)
     outer = scopes[: len(scopes) - len(_source.scope_names(eqn))]
@@ -116,7 +126,7 @@ def _why_kept(choose: Chooser, matmul: Visit) -> str:
 
 
 def _hidden_in(choose: Chooser, matmul: Visit) -> str:
-    """Names the hi-primitive around a matmul, unless a key says how that runs."""
+    """Names the hi-primitive around a matmul, unless a key of the policy decides."""
     hi = next(filter(_jaxprs.hi_name, matmul.around), None)
     if hi is None or choose.policy.decide(hi.primitive, matmul.scopes).is_chosen:
         return ""
@@ -141,13 +151,18 @@ def _warn_of_keys(policy: Policy, scopes: set[tuple[str, ...]], idle: set[str]) 
 
 
 def _nearest(key: str, scopes: set[tuple[str, ...]]) -> str:
-    """Says whose last modules look most like a key, as many as it has."""
+    """Names the scope whose last modules look most like a key, for a message.
+
+    The modules of the key are compared with as many last modules of each scope.
+    """
     wanted = key.removeprefix("*/")
     depth = wanted.count("/") + 1
-    # The shorter path names a module once whose methods call each other.
+    # If a method calls a method of its own module, the shorter path names the module
+    # only once.
     found = {min(pair, key=len) for nested in scopes for pair in paths(nested)}
     # Of several paths with the same end, the shortest is shown.
     by_length = sorted(found, key=lambda path: (-len(path), path))
     ends = {"/".join(path.split("/")[-depth:]): path for path in by_length}
+    # With `cutoff=0` there is a nearest scope for any key.
     close = difflib.get_close_matches(wanted, ends, n=1, cutoff=0)
     return f"nearest: {ends[close[0]]!r}" if close else "it has no scopes"

@@ -1,7 +1,7 @@
-"""Facts about primitives, in one table, and about the equations that they make.
+"""A table of facts about primitives, and facts about the equations of a program.
 
-A primitive without a row is of the kind `OTHER`: it runs as it was written, and its
-result is stored for the backward pass.
+A primitive without a row is of the kind `OTHER`: its equations run as written, and
+their results are stored for the backward pass.
 """
 
 import enum
@@ -18,34 +18,35 @@ from flax_amp._compat import Atom, Eqn, Jaxpr
 
 
 class Kind(enum.Enum):
-    """What a primitive does with digits, or what a policy makes of an equation."""
+    """How a primitive treats digits, or how an equation runs by a policy."""
 
-    MATMUL = "a matmul or a convolution"  # what half precision speeds up
+    MATMUL = "a matmul or a convolution"  # faster in half precision
     MOVE = "moves, selects or compares numbers, and rounds none"
     ARITHMETIC = "arithmetic"
     SUM = "adds up along an axis or over devices"
     LINEAR_ALGEBRA = "linear algebra"  # no half-precision kernels, ill-conditioned
     STRUCTURED = "has bodies"
     OTHER = "anything else, such as a random number or a callback"
-    # By a policy, or because of its operands:
+    # By a policy, or because of the operands:
     HALF = "in half precision"
     ORIGINAL = "in its own dtypes"
     CALLED = "by a user's precision function, or in a third dtype"
 
 
 class Trait(enum.Flag):
-    """What else is true of a primitive."""
+    """Further facts about a primitive."""
 
     NONE = 0
-    # Its result is stored for the backward pass: to compute it again takes long.
+    # The result is stored for the backward pass, because the computation takes long.
     STORED = enum.auto()
-    # A small relative error of the operand makes a large one of the result. The
-    # derivative of a maximum is not even continuous.
+    # A small relative error of the operand makes a large relative error of the result.
+    # The derivative of a maximum is not even continuous.
     ILL_CONDITIONED = enum.auto()
     MAXIMUM = enum.auto()  # or minimum, along an axis
-    LAYOUT = enum.auto()  # each number of the result is one of the operand's
-    # Ranks numbers by their size: a rounding makes equals of neighbors. Of a router's
-    # choices among 32 experts, 19 % differed from float32, and 0.2 % by hand.
+    LAYOUT = enum.auto()  # each number of the result is a number of an operand
+    # Ranks numbers by their size, and rounding makes neighbors equal. With a rounded
+    # operand, 19 % of a router's choices among 32 experts differed from float32. In the
+    # model that is cast by hand, 0.2 % differ.
     RANKS = enum.auto()
     EXACT_LITERAL = enum.auto()  # a rounded literal would change the result
 
@@ -56,7 +57,8 @@ class Traits(NamedTuple):
     kind: Kind
     traits: Trait = Trait.NONE
     body: str = ""  # the parameter that holds its body, or a tuple of bodies
-    # How it is planned and emitted, a `Body` of `bodies.py`. `None`: as written.
+    # The `Body` of `bodies.py` that plans and emits equations of the primitive. `None`:
+    # they run as written.
     rewriting: Any = None
 
 
@@ -73,7 +75,7 @@ _ILL = Trait.ILL_CONDITIONED
 
 TRAITS = _table(
     {
-        # Matmuls. The hardware adds up in float32 whatever the dtype of the result.
+        # Matmuls. The hardware adds up in float32, also for a result in half precision.
         # `dot_general` may also be an inner or an outer product: see `kind_by_shape`.
         "dot_general conv_general_dilated ragged_dot_general": Traits(
             Kind.MATMUL, Trait.STORED
@@ -85,7 +87,7 @@ TRAITS = _table(
         device_put preduced reduced_vary_cast reduced_vary_cast_p""": Traits(
             Kind.MOVE, Trait.LAYOUT
         ),
-        # Traffic between devices, and what takes long, is not repeated.
+        # Traffic between devices, and moves that take long, are not repeated.
         """all_gather all_gather_invariant all_gather_reduced all_to_all
         ragged_all_to_all ppermute pbroadcast pbroadcast_dynamic pmax pmin
         unreduced_pmax unreduced_pmin cummax cummin""": Traits(Kind.MOVE, Trait.STORED),
@@ -94,9 +96,10 @@ TRAITS = _table(
         "eq ne lt le gt ge eq_to lt_to le_to max min clamp": Traits(
             Kind.MOVE, Trait.EXACT_LITERAL
         ),
-        # The derivative of a maximum looks for it in the array: computed again, both
-        # have the same bits. With a stored maximum a scan found none (error 0.09).
-        # `mark_maximum` stores it for everything else.
+        # The derivative looks for the maximum in the array. Both are computed again for
+        # the derivative, so that they have the same bits. With a stored maximum, a scan
+        # found no equal element (error 0.09). `mark_maximum` stores the maximum for all
+        # further readers.
         "reduce_max reduce_min": Traits(Kind.MOVE, Trait.MAXIMUM | _ILL),
         "scatter-max scatter-min": Traits(
             Kind.MOVE, Trait.STORED | Trait.MAXIMUM | _ILL
@@ -117,14 +120,15 @@ TRAITS = _table(
         # These sums are as large as an activation: messages that are added up at the
         # nodes of a graph.
         "scatter-add scatter-sub scatter-mul": Traits(Kind.ARITHMETIC, Trait.STORED),
-        # Sums. 70 000 ones add up to inf in float16.
+        # Sums. In float16, a sum of 70,000 elements of 1.0 is infinite.
         """reduce_sum reduce_prod cumsum psum cumprod cumlogsumexp reduce_window_sum
         psum_invariant unreduced_psum reduce_scatter
         unreduced_reduce_scatter""": Traits(Kind.SUM, Trait.STORED),
         """cholesky cholesky_update lu qr geqrf geqp3 ormqr householder_product eig eigh
         svd schur hessenberg triangular_solve tridiagonal tridiagonal_solve
         fft""": Traits(Kind.LINEAR_ALGEBRA, Trait.STORED),
-        # What has bodies, and runs as written. `bodies.py` registers all others.
+        # Primitives with bodies that run as written. `bodies.py` registers all further
+        # primitives with bodies.
         "custom_vmap_call": Traits(Kind.STRUCTURED, body="call"),
         "linear_call": Traits(Kind.STRUCTURED, body="callee"),
         "custom_linear_solve": Traits(Kind.STRUCTURED, body="jaxprs"),
@@ -132,7 +136,7 @@ TRAITS = _table(
         "flax_amp_fp8_dot flax_amp_weight_matmul": Traits(Kind.OTHER, Trait.STORED),
         """flax_amp_spread flax_amp_collect flax_amp_stored flax_amp_copies
         flax_amp_add_copies""": Traits(Kind.ARITHMETIC),
-        # What runs as it was written, and belongs to the arithmetic around it.
+        # These run as written, and belong to the arithmetic around them.
         """convert_element_type reduce_precision real imag bitcast_convert_type iota not
         and or xor shift_left shift_right_logical shift_right_arithmetic reduce_and
         reduce_or""": Traits(Kind.ARITHMETIC),
@@ -145,7 +149,7 @@ def register(names: str, body: str) -> Callable[[type], type]:
     """Registers a class that plans and emits primitives with bodies: their only row.
 
     Args:
-      names: of the primitives.
+      names: the names of the primitives, with spaces between them.
       body: the parameter that holds the body, or a tuple of bodies.
     """
 
@@ -170,14 +174,14 @@ def kind_of(item: Eqn | Primitive | str) -> Kind:
 
 
 def has(item: Eqn | Primitive | str, trait: Trait) -> bool:
-    """Whether a trait is one of an equation, of a primitive, or of its name."""
+    """Whether an equation or a primitive has a trait; a name stands for a primitive."""
     return trait in traits_of(item).traits
 
 
 def bodies(eqn: Eqn) -> list[Jaxpr]:
     """Returns the jaxprs that an equation runs, in the parameter that the table names.
 
-    `inner_jaxprs` finds those of conditions and of unknown primitives, too.
+    `inner_jaxprs` finds the jaxprs of conditions and of unknown primitives, too.
     """
     found = eqn.params.get(traits_of(eqn).body, ())
     found = found if isinstance(found, tuple | list) else (found,)
@@ -185,7 +189,11 @@ def bodies(eqn: Eqn) -> list[Jaxpr]:
 
 
 class Visit(NamedTuple):
-    """An equation, the names of the scopes and the equations around it, outer first."""
+    """An equation of a program, and where the equation stands.
+
+    `scopes` are the names of the scopes around the equation, and `around` are the
+    equations whose bodies hold the equation, outermost first.
+    """
 
     eqn: Eqn
     scopes: tuple[str, ...]
@@ -193,13 +201,14 @@ class Visit(NamedTuple):
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[Visit]:
-    """Yields the equations of an open or closed jaxpr, each before those of its bodies.
+    """Yields the equations of an open or closed jaxpr, each before its bodies.
 
     Kernels are left out, because they have a precision of their own. A body that is
     called again in the same scopes is walked once: a few calls within calls may make
     millions of equations.
     """
-    # By the open jaxpr: before JAX 0.11, several closed ones may share one.
+    # By the open jaxpr: before JAX 0.11, several closed jaxprs may share an open
+    # jaxpr.
     seen: set[tuple[int, tuple[str, ...]]] = set()
     # A stack instead of recursion: calls may be nested deeply.
     stack: list[tuple[Jaxpr, tuple[str, ...], tuple[Eqn, ...]]] = [(jaxpr, (), ())]
@@ -226,7 +235,7 @@ def inside(eqn: Eqn) -> Iterator[Eqn]:
 
 
 def is_float32(v: Atom) -> bool:
-    """Whether a variable is a float32 one in the user's program."""
+    """Whether a variable is float32 in the user's program."""
     return getattr(v.aval, "dtype", None) == np.float32
 
 
@@ -252,18 +261,19 @@ def is_layout(eqn: Eqn) -> bool:
 
 
 def kind_by_shape(eqn: Eqn) -> Kind:
-    """Returns the kind of an equation; that of a `dot_general` depends on its shapes.
+    """Returns the kind of an equation, which for a `dot_general` depends on the shapes.
 
-    A matmul that adds nothing up is arithmetic. A matmul that leaves no axes but those
-    of a batch is a sum. Rounded, `vdot(losses, mask)` was infinite in float16, and
-    rotary positions made a loss of 0.84 for 0.004:
+    A matmul that adds nothing up is arithmetic. A matmul whose result has no axes but
+    batch axes is a sum. Rounded to half precision, `vdot(losses, mask)` was infinite in
+    float16, and rotary positions made a loss of 0.84 instead of 0.004:
 
         einsum("i,j->ij", positions, frequencies)     a multiplication
-        positions[:, None] @ frequencies[None]        the same: it adds one term
+        positions[:, None] @ frequencies[None]        the same: sums of a single term
         vdot(losses, mask)                            a sum
         einsum("bi,bi->b", x, y)                      a sum for each `b`
 
-    An axis of length one that is left counts as any other: it may be a batch of one.
+    An axis of length 1 in the result counts like a longer axis, because the axis may be
+    a batch of a single example.
     """
     if eqn.primitive.name != "dot_general":
         return kind_of(eqn)
@@ -289,8 +299,8 @@ def has_matmul(jaxpr: Jaxpr) -> bool:
 def repeats(eqn: Eqn) -> bool:
     """Whether an equation may give an element of its operand more than once.
 
-    The derivative with respect to that element is then a sum with one term for each. A
-    broadcast and the lookup of a token in an embedding are the common cases.
+    The derivative with respect to that element is then a sum with a term for each copy.
+    A broadcast and the lookup of a token in an embedding are the common cases.
     """
     if eqn.primitive.name in ("broadcast_in_dim", "tile"):
         return True
@@ -299,7 +309,7 @@ def repeats(eqn: Eqn) -> bool:
     batch = eqn.params["dimension_numbers"].start_indices_batching_dims
     *shape, _ = eqn.invars[1].aval.shape
     reads = [n for i, n in enumerate(shape) if i not in batch]
-    # A symbolic size (`jax.export`) may be larger than one.
+    # A symbolic size (`jax.export`) may be larger than 1.
     return not all(isinstance(n, int) for n in reads) or math.prod(reads) > 1
 
 
@@ -311,7 +321,7 @@ def is_relu(eqn: Eqn) -> bool:
 
 
 def literal(atom: Any) -> float | None:
-    """Returns the number of a scalar literal, `None` for every other atom."""
+    """Returns the number of a scalar literal, `None` for all else."""
     if not isinstance(atom, Literal) or getattr(atom.aval, "shape", None) != ():
         return None
     is_real = np.issubdtype(np.asarray(atom.val).dtype, np.number)

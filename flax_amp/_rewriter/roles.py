@@ -1,4 +1,4 @@
-"""What an equation is for the rule of `amp`: by the policy, then by its primitive."""
+"""The role of an equation in the rule of `amp`: by the policy, then the primitive."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -25,8 +25,8 @@ from flax_amp.policy import (
 class Context(NamedTuple):
     """Where a jaxpr stands."""
 
-    scopes: tuple[str, ...] = ()  # the names of those around it, outermost first
-    forced: Decision | None = None  # of a key that holds for all that is inside
+    scopes: tuple[str, ...] = ()  # the names of the scopes around, outermost first
+    forced: Decision | None = None  # by a key that holds for the whole jaxpr
 
 
 class Choice(NamedTuple):
@@ -35,12 +35,13 @@ class Choice(NamedTuple):
     role: Kind
     reason: str  # the policy's key or the fact of its primitive that decided
     decision: Decision
-    body_context: Context = Context()  # of a structured primitive: where its bodies are
-    # What became of its first result, such as "rounded: a matmul reads it later". Empty
-    # before it is emitted, and if that is no float32 one.
+    body_context: Context = Context()  # where the bodies of the equation stand
+    # The outcome for the first result, such as "float32: a sum or a maximum". Empty
+    # before the equation is emitted, and if the user's program has another dtype than
+    # float32 there.
     result: str = ""
-    plan: Any = None  # the `Plan` that it stands in, once it is emitted
-    is_in_fp8: bool | None = None  # `None`: no key wants it in fp8
+    plan: Any = None  # the `Plan` of the program, once the equation is emitted
+    is_in_fp8: bool | None = None  # `None`: no key wants fp8 here
 
     @property
     def is_by_key(self) -> bool:
@@ -50,10 +51,10 @@ class Choice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chooser:
-    """Says of each equation what it is for the rule."""
+    """Chooses the role of each equation, and says why."""
 
     policy: Policy
-    half: DType  # of matmuls
+    half: DType  # the compute dtype
 
     def __call__(self, eqn: Eqn, context: Context) -> Choice:
         scopes = context.scopes + _source.scope_names(eqn)
@@ -82,16 +83,19 @@ class Chooser:
         if reason := why_as_written(eqn):
             return Choice(Kind.ORIGINAL, reason, decision)
         if decision.is_chosen and eqn.primitive.name == "jit" and _draws(eqn):
-            # Rounded, a uniform number just below 1 is 1, and log(1 - u) infinite.
+            # A uniform `u` just below 1 would be rounded to 1, `log(1 - u)` infinite.
             return Choice(Kind.ORIGINAL, "it draws random numbers", decision)
         # Without a key that spans several scopes, equal bodies in different scopes have
-        # one context, and so one plan.
+        # the same context, and so the same plan.
         around = scopes if self.policy.spans_scopes else ()
         context = Context(around, decision if decision.is_chosen else None)
         return Choice(Kind.STRUCTURED, "it has bodies", decision, context)
 
     def _role(self, eqn: Eqn, decision: Decision) -> tuple[Kind, str]:
-        """Returns the role of an equation without bodies, and why if no key says it."""
+        """Returns the role of an equation without bodies, and the reason.
+
+        The reason is "" if a key of the policy decided.
+        """
         kind, function = kind_of(eqn), decision.function
         if eqn.primitive.name == "scatter" and eqn.params.get("update_jaxpr"):
             return Kind.ORIGINAL, "its update function is a float32 one"
@@ -119,7 +123,7 @@ class Chooser:
             return Kind.ORIGINAL, obstacle
         if kind is not Kind.MATMUL:
             return Kind.HALF, ""
-        # A dtype for a scope lowers all that is inside, inner and outer products too.
+        # A dtype for a scope lowers the whole scope, inner and outer products too.
         if decision.origin is Origin.SCOPE and not _is_of_matmuls(decision):
             return Kind.MATMUL, ""
         match kind_by_shape(eqn):
@@ -130,17 +134,18 @@ class Chooser:
         return Kind.MATMUL, ""
 
     def _obstacle(self, eqn: Eqn) -> str:
-        """Says why an equation cannot run in half precision, if it cannot."""
+        """Says why half precision is impossible for an equation; empty if possible."""
         if not _is_castable(eqn):
             return f"{eqn.primitive.name} runs in its own dtypes only"
         dtypes: list[Any] = [getattr(v.aval, "dtype", None) for v in eqn.invars]
         for dtype in dtypes:
-            # float64, complex and the other half are what the user asked for.
+            # The user asked for float64, for a complex dtype, or for the half-precision
+            # dtype that is not the compute dtype.
             is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
             if is_inexact and dtype not in (jnp.float32, self.half):
                 return f"{dtype} operand"
         if kind_of(eqn) is Kind.MATMUL:
-            # A quantized weight has a range of its own, which a half may not have.
+            # A quantized weight has its own range, which half precision may not have.
             for dtype in dtypes[:2]:
                 if not jnp.issubdtype(dtype, jnp.floating):
                     return f"{dtype} operand"
@@ -153,7 +158,7 @@ class Chooser:
 
 
 def _is_of_matmuls(decision: Decision) -> bool:
-    """Whether a precision function says how matmuls run, and nothing of all else."""
+    """Whether a precision function concerns matmuls only."""
     function = decision.function
     return isinstance(function, use_fp8) or function is use_float32_result
 
@@ -166,9 +171,9 @@ def _draws(eqn: Eqn) -> bool:
 
 
 def why_as_written(eqn: Eqn) -> str:
-    """Says why an equation with bodies runs as it is written, if it has to.
+    """Says why an equation with bodies must run as written; empty without a reason.
 
-    Its rule cannot be traced by itself, say.
+    A reason is, for example, a rule that cannot be traced by itself.
     """
     name, params = eqn.primitive.name, eqn.params
     if hi_name := _jaxprs.hi_name(eqn):
@@ -176,7 +181,7 @@ def why_as_written(eqn: Eqn) -> str:
     # A solver in half precision converges to half precision.
     if name in ("custom_vmap_call", "linear_call", "custom_linear_solve"):
         return f"the rule of a {name} runs as written"
-    # The compiler for a platform must not see the branches of other platforms.
+    # The compiler for a platform must see the branch of that platform only.
     if params.get("branches_platforms"):
         return "it has a branch for each platform"
     if name not in ("custom_jvp_call", "custom_vjp_call"):
@@ -191,8 +196,8 @@ def why_as_written(eqn: Eqn) -> str:
 def _is_castable(eqn: Eqn) -> bool:
     """Whether an equation can run in half precision, if a policy says so."""
     kinds = (Kind.MATMUL, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
-    # The update function of a `scatter` is a float32 one. Those of `scatter-add` and
-    # the like are JAX's own, and are made again for halves.
+    # The update function of a `scatter` is a float32 function. The update functions of
+    # `scatter-add` and the like are JAX's own, and are made again for half precision.
     is_own = eqn.primitive.name == "scatter" and eqn.params.get("update_jaxpr")
     if eqn.primitive.name == "bitcast_convert_type" or is_own:
         return False
@@ -204,7 +209,7 @@ def _reason(decision: Decision) -> str:
 
 
 def asked_precision(eqn: Eqn) -> str:
-    """Returns the precision that a matmul asks for; empty if it asks for none."""
+    """Returns the `precision=` of a matmul; empty for the default."""
     precision = eqn.params.get("precision")
     # An algorithm is a tuple as well, of its own type.
     parts = precision if type(precision) is tuple else (precision,)
@@ -216,9 +221,10 @@ def asked_precision(eqn: Eqn) -> str:
 def call_precision_function(
     eqn: Eqn, decision: Decision, compute_dtype: DType, operands: Arrays
 ) -> tuple[Arrays, list[Array]]:
-    """Binds an equation to what a user's function gives; an error says which one.
+    """Binds an equation to the operands and parameters that a user's function gives.
 
-    It returns what the equation is bound to, and its results.
+    Returns the bound operands and the results of the equation. An error names the key
+    of the function.
     """
     function: Any = decision.function
     dtypes = [v.aval.dtype for v in eqn.invars]
@@ -226,7 +232,7 @@ def call_precision_function(
         invars, params = function(compute_dtype, dtypes, *operands, **eqn.params)
         outs = list(_jaxprs.bind_in_dtype(eqn, invars, params))
         shapes, expected = [x.shape for x in outs], [v.aval.shape for v in eqn.outvars]
-        # The message of JAX would blame the next equation.
+        # Without the check, an error of JAX would blame the next equation.
         if shapes != expected:
             raise ValueError(f"results of shapes {shapes}; expected {expected}")
     except Exception as error:

@@ -1,22 +1,23 @@
 """The rule of `amp`: in which dtype each variable of a program is, and why.
 
-Between two matmuls everything is float32; what is carried to the next one is half.
+Between two matmuls everything is float32. Values that go to the next matmul are half.
 
 1. Matmuls read half precision and give half precision              `_way_of_matmul`
 2. A region computes in float32, and nothing is rounded inside       `Way.FLOAT32`
-3. What leaves a region towards another matmul is rounded once       `_form`
+3. A value that leaves a region for a later matmul is rounded once   `_form`
 4. Sums, scalars, arguments and states are never rounded             `_why_float32`
 5. Sums of halves and biases, and moves, stay half                   `_stays_half`
 6. Keys of the policy decide first                                   `roles.py`
 
-The plan of a program is made before anything is emitted: the *form* of each variable,
-with the reason, and the *way* in which each equation runs. `emit.py` reads the plan and
-asserts it, `debug/` shows it. Where a result is stored is no part of it: `memory.py`.
+The plan of a program is made before anything is emitted. The plan has the *form* of
+each variable, with the reason, and the *way* in which each equation runs. `emit.py`
+reads the plan and asserts the planned dtypes. `debug/` shows the plan. The plan does
+not say which results are stored for the backward pass: `memory.py` does.
 
-A rule for each value by its readers was tried before (8,000 lines): nobody could
-predict a dtype, and behind a call `log(1 - gate)` was infinite beside a matmul that
-reads the gate. The errors of the hard losses are 1.00 of those of casting matmuls only,
-and were 1.00 to 1.14.
+A rule for each value by its readers was tried before (8,000 lines). Nobody could
+predict a dtype. Behind a call, `log(1 - gate)` was infinite beside a matmul that reads
+the gate. Relative to casting matmuls only, the errors of the hard losses are 1.00, and
+were 1.00 to 1.14 with the rule for each value.
 """
 
 import dataclasses
@@ -58,17 +59,18 @@ from flax_amp._rewriter.primitives import (
 from flax_amp._rewriter.roles import Context, call_precision_function
 from flax_amp.policy import use_float32_result, use_fp8
 
-# Whose results are never rounded where they leave a region.
+# The results of equations with these roles are never rounded where they leave a region.
 _NEVER_ROUNDED = (Kind.ORIGINAL, Kind.CALLED, Kind.OTHER)
 
 
 class Form(NamedTuple):
-    """In which dtypes a float32 variable of the user's program is there."""
+    """The dtypes in which a float32 variable of the user's program exists."""
 
     is_half: bool
-    # Whether its own region reads it in float32, as it was before it was rounded.
+    # Whether the region of the variable reads the float32 value before the rounding.
     is_both: bool = False
-    reason: str = ""  # why it is float32, or rounded; empty if it was made half
+    # Why the variable is float32, or rounded. Empty if its equation gives half.
+    reason: str = ""
 
 
 class Way(enum.Enum):
@@ -84,11 +86,11 @@ class Way(enum.Enum):
 
 
 class Outside(NamedTuple):
-    """What is known of a jaxpr from outside: its signature."""
+    """The signature of a jaxpr: the facts that the program outside knows of it."""
 
     context: Context
     uses: ResultUses
-    origins: tuple[Origin, ...]  # of its inputs
+    origins: tuple[Origin, ...]  # of the inputs
     halves: Flags  # which inputs are half
     # Which results are gradients that keep the float32 sums of their matmuls.
     gradients: Flags = ()
@@ -111,21 +113,26 @@ class Plan(NamedTuple):
     """The dtypes of a program."""
 
     flow: Flow
-    nodes: Sequence[Node]  # with the way of each equation, and how it reads
+    nodes: Sequence[Node]  # with the way and the reads of each equation
     results: Reads
     origins: Origins
-    numbers: dict[Var, float]  # the variables all of whose elements are one number
+    numbers: dict[Var, float]  # the variables whose elements are all the same number
     forms: dict[Var, Form]  # of the float32 variables
     border: set[Var]  # the variables that are rounded where they leave their region
     read_by_later: set[Var]  # the variables that arithmetic of later regions reads
-    residual_sums: set[Var]  # of the border, those that are read rounded everywhere
+    # The variables of the border that their own region reads rounded, too.
+    residual_sums: set[Var]
 
     def reads_half(self, read: Read | None) -> bool:
         """Whether an operand is read in half precision."""
         return _is_half(self.forms, read)
 
     def readings(self, nodes: Sequence[Node]) -> list[Read]:
-        """Returns each read of these equations; a region casts a half up once."""
+        """Returns the reads of some equations.
+
+        A region casts a half up only once, so all reads of a half in a region count as
+        a single read.
+        """
         found: list[Read] = []
         cast_up: dict[tuple[Read, int], Read] = {}
         for node in nodes:
@@ -143,7 +150,7 @@ class Plan(NamedTuple):
 
 
 class Planner(OriginAnalysis):
-    """Plans jaxprs; each is planned once for each signature."""
+    """Plans jaxprs, once for each jaxpr and signature."""
 
     @cached
     def plan(self, closed: Jaxpr, outside: Outside) -> Plan:
@@ -163,10 +170,10 @@ class Planner(OriginAnalysis):
 
 
 class _Rule:
-    """The rule on one program.
+    """The rule on a program.
 
-    A matmul that runs as it was written, or as a user's function says, is an equation
-    like any other: it begins no region.
+    A matmul that runs as written, or as a user's function says, is treated as an
+    equation of arithmetic: such a matmul begins no region.
     """
 
     def __init__(self, planner: Planner, closed: Jaxpr, outside: Outside):
@@ -189,7 +196,8 @@ class _Rule:
 
     def plan(self) -> Plan:
         nodes = list(map(self._node, self.flow.nodes))
-        # A result that arithmetic of its region reads outside is read unrounded there.
+        # Arithmetic outside may belong to the region of a result. Such arithmetic reads
+        # the result unrounded.
         pairs = zip(self.flow.program.outvars, self.outside.uses.rounded, strict=True)
         results: Reads = [
             None if isinstance(v, Literal) else self._settled(Read(v, not is_rounded))
@@ -201,7 +209,7 @@ class _Rule:
         )
 
     def _settled(self, read: Read | None) -> Read | None:
-        """Returns a read that is unrounded only where the variable is there so."""
+        """Returns a read that is unrounded only if the variable has both dtypes."""
         if read is None or not read.is_unrounded:
             return read
         form = self.forms.get(read.v)
@@ -229,17 +237,18 @@ class _Rule:
             return Way.FLOAT32
         if not repeats(eqn):
             return Way.HALF
-        # A gather of halves, with a derivative of its own that adds up in float32, was
-        # as large: two layers of graph attention take 3.63 GB on an H200 either way.
+        # A gather of halves whose own derivative adds up in float32 was tried. It saved
+        # no memory: two layers of graph attention take 3.63 GB on an H200 either way.
         is_broadcast = eqn.primitive.name == "broadcast_in_dim" and len(eqn.invars) == 1
         return Way.SPREAD if is_broadcast else Way.ROUNDED
 
     def _way_of_matmul(self, node: Node) -> Way:
         """1. Matmuls read half precision, and give half precision.
 
-        They round their results whoever reads them: unrounded results for a loss were
-        tried, and rounding the operands does as much harm (the error of a
-        log-spectrogram is 0.56, 0.71 so). A key for `use_float32_result` decides.
+        Matmuls round their results for all readers. Unrounded results for a loss were
+        tried: the rounding of the operands does as much harm (the error of a
+        log-spectrogram is 0.56 with unrounded results, and 0.71 with rounded results).
+        A key with the value `use_float32_result` gives float32 results.
         """
         function = node.choice.decision.function
         is_wide = function is use_float32_result
@@ -277,15 +286,15 @@ class _Rule:
             try:
                 outs = jax.eval_shape(call, *structs)
             except NameError:
-                # An axis of a mesh has no name outside of its `shard_map`. A name that
-                # the user's function lacks is an error where the equation is emitted.
+                # An axis of a mesh has no name outside of its `shard_map`. If a name in
+                # the user's own function does not exist, the emission raises the error.
                 return [False] * len(eqn.outvars)
         return [x.dtype == half for x in outs]
 
     # --- lines 3 and 4: borders ---
 
     def _form(self, v: Var, is_half: bool, node: Node) -> Form:
-        """3. What leaves a region towards another matmul is rounded once."""
+        """3. A value that leaves a region for a later matmul is rounded once."""
         if node.way is Way.HALF and node.choice.role in HALF_ROLES:
             return Form(True)
         why = self._why_float32(v, node)
@@ -299,10 +308,11 @@ class _Rule:
         return Form(True, is_both, "a matmul reads it later")
 
     def _why_float32(self, v: Var, node: Node) -> str:
-        """4. Says why a result is never rounded at a border, "" if it is."""
+        """4. Says why a result is not rounded at a border; "" for a rounded result."""
         role, origin = node.choice.role, self.origins.of[v]
         if not v.aval.shape:
-            # Step sizes: a solver's gradient had 3.0 times the error of products only.
+            # Scalars are step sizes, say. With rounded scalars, a solver's gradient had
+            # 3.0 times the error of casting matmuls only.
             return "a scalar"
         if v not in self.flow.for_matmuls:
             if v in self.states_of_loop:
@@ -324,14 +334,17 @@ class _Rule:
     def _residual_sums(self) -> set[Var]:
         """Returns the sums of two computed arrays that a later region reads.
 
-        Their own region reads them rounded, too. It is a residual stream, `x + f(x)`:
-        the norm behind it would be computed again from both terms. So a DiT on a v5e
-        takes 40.7 ms and 34.3 GB, 42.7 and 38.4 if its own region reads float32.
+        The own region of such a sum reads the sum rounded, too. The sum is a residual
+        stream, `x + f(x)`. If the own region read the float32 sum, the backward pass
+        would compute the norm behind the sum again from both terms. A DiT on a v5e
+        takes 40.7 ms and 34.3 GB with rounded sums, and 42.7 ms and 38.4 GB if the own
+        region reads float32.
 
-        A sum that only its own region reads stays float32, such as the last one before
-        a norm. To round it as well takes 1.01 of the time of a ConvNeXt by hand on a
-        v5e, 1.15 so, but 1.29 of its memory, 1.15 so, and softmaxes would read rounded
-        sums of scores and positions.
+        A sum that only its own region reads stays float32, such as the last sum before
+        a norm. Rounding such sums as well was tried with a ConvNeXt on a v5e. Relative
+        to a ConvNeXt in half precision by hand, the time is 1.01 with rounded sums and
+        1.15 without, but the memory is 1.29 with rounded sums and 1.15 without. Also,
+        softmaxes would read rounded sums of scores and positions.
 
         A result, such as the next carry of a loop, is handed on unrounded.
         """
@@ -348,8 +361,8 @@ class _Rule:
     def _leads_to_gradients(self) -> set[Var]:
         """Returns gradients that keep the sums of their matmuls, and their operands.
 
-        Behind a sum that gives the gradient of a bias stands an activation, which stays
-        half. Matmuls in a body are not found.
+        A sum gives the gradient of a bias. The operand of the sum is an activation,
+        which stays half, so the search ends at sums. Matmuls in a body are not found.
         """
         if not self.outside.gradients:
             return set()
@@ -365,15 +378,17 @@ class _Rule:
     def _stays_half(self, node: Node) -> bool:
         """5. Whether a sum of halves, of a half and a bias, or a move is half.
 
-        In float32, XLA would write the float32 sum beside the rounded one: a small ViT
-        on a v5e took 3.80 ms, and takes 3.46 so.
+        If such a sum were float32, XLA would write the float32 sum beside the rounded
+        sum. A small ViT on a v5e took 3.80 ms with float32 sums, and takes 3.46 ms with
+        half sums.
         """
         eqn, role = node.eqn, node.choice.role
         pairs = zip(eqn.invars, node.reads, strict=True)
         floats = [(v, read) for v, read in pairs if is_float32(v)]
         others = [v for v, read in floats if not _is_half(self.forms, read)]
-        # A lookup of one row is half wherever it leads: what it reads is the larger
-        # array, which would be cast up for it. Six of sixteen models have one.
+        # A lookup that repeats no row is half for any reader of its result. The array
+        # that the lookup reads is larger than the result, and would be cast up for the
+        # lookup. Six of sixteen models have such a lookup.
         is_lookup = eqn.primitive.name == "gather" and not repeats(eqn)
         is_read = not self.flow.for_matmuls.isdisjoint(eqn.outvars)
         if len(others) == len(floats) or not (is_read or is_lookup):
@@ -386,8 +401,9 @@ class _Rule:
     def _is_half_sum(self, eqn: Eqn, others: Sequence[Atom]) -> bool:
         """Whether an equation adds biases to a half, and gives no result and no state.
 
-        Only arguments are biases: `mean((x @ w + 37.3 * arange(8) - t)**2)` had a
-        gradient error of 0.3 in bfloat16, and 3e-3 by hand.
+        Only arguments are biases. With constants as biases, the gradient of
+        `mean((x @ w + 37.3 * arange(8) - t)**2)` had an error of 0.3 in bfloat16, and
+        an error of 3e-3 in a program in half precision by hand.
         """
         name = eqn.primitive.name
         if not (name == "add" or (name == "add_any" and not others)):
@@ -401,7 +417,7 @@ class _Rule:
         return all(are_biases)
 
     def _fits(self, v: Atom, eqn: Eqn) -> bool:
-        """Whether a move may read a float32 operand rounded beside one that is half."""
+        """Whether a move of a half may read a float32 operand `v` rounded."""
         number = literal(v) if isinstance(v, Literal) else self.numbers.get(v)
         if number is None:
             is_joined = eqn.primitive.name == "concatenate"
@@ -411,20 +427,20 @@ class _Rule:
 
 
 def _unless(flags: Flags, others: Sequence[bool]) -> Flags:
-    """Returns flags that are off where others are on."""
+    """Returns `flags`, turned off where `others` are on."""
     pairs = zip(flags, others, strict=True)
     return tuple(flag and not other for flag, other in pairs)
 
 
 def _is_half(forms: dict[Var, Form], read: Read | None) -> bool:
-    """Whether an operand is read in half precision; `None` stands for a number."""
+    """Whether an operand is read in half precision; `None` stands for a literal."""
     if read is None or read.v not in forms:
         return False
     return forms[read.v].is_half and not read.is_unrounded
 
 
 def _numbers(program: Program) -> dict[Var, float]:
-    """Returns the variables all of whose elements are one number."""
+    """Returns the variables whose elements are all equal, with their number."""
     numbers: dict[Var, float] = {}
     for eqn in program.eqns:
         if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type"):
@@ -436,7 +452,11 @@ def _numbers(program: Program) -> dict[Var, float]:
 
 
 def _read_outside(flow: Flow, uses: ResultUses) -> tuple[set[Var], set[Var]]:
-    """Returns what is read as it leaves its region: by anything, and by arithmetic."""
+    """Returns the variables that are read outside of their region.
+
+    The first set has all these variables. The second set has the variables that
+    arithmetic reads.
+    """
     leaving = set(flagged(flow.program.outvars, uses.rounded))
     by_later: set[Var] = set()
     for node in flow.nodes:

@@ -1,42 +1,49 @@
-"""`mark_stored` marks a value that the backward pass reads instead of computing it.
+"""`mark_stored` marks a value that the backward pass reads and does not compute again.
 
     y = mark_stored(x @ w)         forward:   y = dot x w; stored y
     z = sin(cos(y))                backward:  c = cos y; dc = g * cos c; ...
 
-XLA sees both passes in one program and merges equal computations: in straight code it
-would store `c` after all. An optimization barrier between the stored value and what is
-computed from it saves the memory, on GPUs and TPUs; elsewhere it costs more fusions
-than it saves. `jax.checkpoint(prevent_cse=True)` has barriers on every backend, so here
-the marked value carries it, and the lowering for a platform decides. That takes a
-primitive. Partial evaluation splits it into a forward and a backward equation, and the
-backward one is lowered to a barrier. On GPUs one stands behind all that is stored and
-that arithmetic reads, on TPUs behind matmuls and residual sums only, because they cost
-fusions: two layers of a ViT-S/16 on a v5e take 4.93 ms and 302 MB, 5.75 ms and 373 MB
-without any. In loops there is none, but behind maxima.
+XLA sees both passes in the same program and merges equal computations. In straight
+code, XLA would store `c` after all. An optimization barrier between the stored value
+and the computations that read the value saves this memory on GPUs and TPUs. On CPUs,
+barriers cost more fusions than they save. `jax.checkpoint(prevent_cse=True)` has
+barriers on every backend. Here the marked value carries the barrier, and the lowering
+for a platform decides, so the mark is a primitive. Partial evaluation splits the
+primitive into a forward and a backward equation, and the lowering turns the backward
+equation into a barrier. On GPUs, a barrier stands behind each stored value that
+arithmetic reads. On TPUs, barriers stand behind matmuls and residual sums only, because
+barriers cost fusions: two layers of a ViT-S/16 on a v5e take 4.93 ms and 302 MB with
+these barriers, and 5.75 ms and 373 MB without barriers. Loops have no barriers, except
+behind maxima.
 
 XLA may go on with more digits than bfloat16 has where a cast to float32 follows a
-matmul. The backward pass would compute from other numbers than the forward pass: the
-weights of a softmax would not add up to one. So where the difference would grow, the
-forward pass rounds the value to what is stored, as JAX's own `jax.checkpoint` does: the
-gradient of attention has an error of 0.012, and 0.037 otherwise, and the gradient of
-`x / max(abs(x))` 0.007 and 0.60. Elsewhere that would only keep XLA from fusing: with
-all of them rounded, a ConvNeXt on a v5e takes 1.35 of the memory by hand.
+matmul. Then the backward pass would compute from different numbers than the forward
+pass: the weights of a softmax would not add up to 1. So where the difference would
+grow, the forward pass rounds the value to the stored digits, as JAX's own
+`jax.checkpoint` does. The gradient of attention has an error of 0.012 with the
+rounding, and 0.037 without. The gradient of `x / max(abs(x))` has an error of 0.007
+with the rounding, and 0.60 without. Elsewhere the rounding would only keep XLA from
+fusing: with all stored values rounded, a ConvNeXt on a v5e takes 1.35 of the memory by
+hand.
 
-A maximum (or minimum) along an axis, such as that of each row of a softmax, is small,
-and the backward pass reads its operand anyway. So a mark has two operands there, the
-maximum and its array, and the lowering for a platform chooses one of the two:
+A maximum (or minimum) along an axis, such as the maximum of each row of a softmax, is
+small, and the backward pass reads the operand of the maximum anyway. So the mark of a
+maximum has two operands, the maximum and its array, and the lowering for a platform
+chooses between the two operands:
 
     m = reduce_max x              forward:   m = reduce_max x; stored m
     m = stored m x                backward:  m = stored m x
 
-On GPUs the backward pass computes the maximum again from `x`, so that XLA recognizes
-the softmax of the forward pass, and makes one kernel of it. Two layers of a ViT-S/16
-on an H200 read and write 4.36 GB with a stored maximum, and 4.17 so; a U-Net 23.3 and
-22.5. (A T5 is the exception: 0.84 of the bytes by hand became 0.90.) On TPUs that would
-cost 14 % of a ViT's time: the backward pass reads the stored maximum. There a barrier
-stands behind it in the forward pass, because XLA would turn the broadcast maximum into
-a window over whole rows, and write float32 scores: for two layers of a Llama on a v5e
-it estimates 41.96 ms and 13.25 GB without the barrier, and 41.07 ms and 12.43 GB so.
+On GPUs the backward pass computes the maximum again from `x`. So XLA recognizes the
+softmax of the forward pass, and makes a single kernel of the softmax. Two layers of a
+ViT-S/16 on an H200 read and write 4.36 GB with a stored maximum, and 4.17 GB with a
+maximum that is computed again. A U-Net moves 23.3 GB with a stored maximum, and 22.5 GB
+with a maximum that is computed again. (A T5 is the exception: 0.84 of the bytes by hand
+became 0.90.) On TPUs a second maximum would cost 14 % of a ViT's time, so the backward
+pass reads the stored maximum. The forward pass has a barrier behind the maximum on
+TPUs. Without the barrier, XLA would turn the broadcast maximum into a window over whole
+rows, and write float32 scores. For two layers of a Llama on a v5e, XLA estimates 41.96
+ms and 13.25 GB without the barrier, and 41.07 ms and 12.43 GB with the barrier.
 """
 
 import functools
@@ -55,7 +62,8 @@ from flax_amp._rewriter.primitives import Trait, has
 stored_p = Primitive("flax_amp_stored")
 stored_p.multiple_results = True
 
-# Platforms with barriers.
+# The platforms on which a barrier stands behind a value. `EVERYWHERE` has the platforms
+# with a lowering of their own.
 NOWHERE: tuple[str, ...] = ()
 ON_GPU = ("cuda", "rocm")
 ON_GPU_AND_TPU = (*ON_GPU, "tpu")
@@ -63,7 +71,7 @@ EVERYWHERE = ("cpu", *ON_GPU_AND_TPU)
 
 
 class Reduction(NamedTuple):
-    """A maximum or a minimum, and the axes along which it is."""
+    """A maximum or a minimum along axes."""
 
     name: str  # of the primitive
     axes: tuple[int, ...]
@@ -74,24 +82,26 @@ class Reduction(NamedTuple):
         return reduce[self.name](x, self.axes)
 
     def batched(self) -> "Reduction":
-        """Returns the reduction of an array with one more axis before all others."""
+        """Returns the reduction of an array with an additional first axis."""
         return self._replace(axes=tuple(axis + 1 for axis in self.axes))
 
 
 def mark_stored(x: Array, platforms: Sequence[str], is_rounded: bool) -> Array:
     """Returns `x`, marked to be stored for the backward pass.
 
-    On some platforms a barrier stands between it and what the backward pass computes
-    from it. The forward pass may have to round it to the digits that are stored.
+    On `platforms`, a barrier stands between `x` and the computations of the backward
+    pass that read `x`. If `is_rounded`, the forward pass rounds `x` to the stored
+    digits.
     """
     params = dict(platforms=tuple(platforms), is_rounded=is_rounded, again=None)
     return stored_p.bind(x, copies=1, in_backward=False, **params)[0]
 
 
 def mark_maximum(m: Array, x: Array, eqn: Eqn) -> Array:
-    """Returns the result of a `reduce_max` or `reduce_min` of `x`, marked as one.
+    """Returns `m`, the `reduce_max` or `reduce_min` of `x`, marked as a maximum.
 
-    The backward pass reads it from memory, or computes it again, as the platform says.
+    The platform decides whether the backward pass reads `m` from memory or computes `m`
+    again from `x`.
     """
     again = Reduction(eqn.primitive.name, tuple(eqn.params["axes"]))
     params = dict(platforms=NOWHERE, is_rounded=False, again=again)
@@ -99,7 +109,7 @@ def mark_maximum(m: Array, x: Array, eqn: Eqn) -> Array:
 
 
 def is_saved(primitive: Primitive, *_: Any, **__: Any) -> bool:
-    """A policy of `jax.checkpoint`: stores what is marked, and what takes long."""
+    """A policy of `jax.checkpoint`: stores marked values and results that take long."""
     return primitive is stored_p or has(primitive, Trait.STORED)
 
 
@@ -113,7 +123,7 @@ def _jvp(primals: Arrays, tangents: Arrays, **params: Any) -> tuple[Arrays, Arra
 
 def _batch(args: Arrays, dims: Sequence[int], **params: Any) -> Any:
     if params["again"] is not None:
-        # The axes are those of an array whose new axis is the first.
+        # The axes of the reduction count from an array whose new axis is the first.
         pairs = [*zip(args, dims, strict=True)]
         (size,) = {x.shape[dim] for x, dim in pairs if dim is not None}
         args = [batching.bdim_at_front(x, dim, size) for x, dim in pairs]
@@ -123,23 +133,24 @@ def _batch(args: Arrays, dims: Sequence[int], **params: Any) -> Any:
 
 
 def _transpose(cotangents: Arrays, x: Any, **_: Any) -> Arrays:
-    # One for each copy. Those of copies that nothing reads are symbolic zeros.
+    # Each copy has a cotangent. Copies that nothing reads have symbolic zeros.
     return [functools.reduce(ad.add_tangents, cotangents)]
 
 
 def _partial_eval(saveable: Any, unknown: Any, available: Any, eqn: Any) -> Any:
     """Splits the equation between the forward and the backward pass.
 
-    The forward pass returns one more copy of the value. The backward pass stores the
-    copy, and sends it through the barrier. An equation with several results was split
-    before: it stands in a gradient that is differentiated again.
+    The forward equation returns an additional copy of the value. The copy is stored for
+    the backward pass, and the backward equation sends the copy through the barrier. An
+    equation with several results was split before, and stands in a gradient that is
+    differentiated again.
     """
     x, *sources = eqn.invars
     results = len(eqn.outvars)
     unknowns, instantiated = [unknown[0]] * results, [True] * results
     is_saved = saveable(stored_p, x.aval, **eqn.params) in (True, Saveable)
-    # Nothing to store here: it stands in the backward pass alone, or is computed again.
-    # Its operands are residuals unless the backward pass has them already.
+    # Nothing is stored here: the equation stands in the backward pass alone, or is
+    # computed again. Its operands are residuals unless the backward pass has them.
     if unknown[0] or not is_saved:
         pairs = zip(eqn.invars, available, strict=True)
         residuals = [v for v, is_there in pairs if isinstance(v, Var) and not is_there]
@@ -149,7 +160,8 @@ def _partial_eval(saveable: Any, unknown: Any, available: Any, eqn: Any) -> Any:
         outvars=[*eqn.outvars, residual], params={**eqn.params, "copies": results + 1}
     )
     again = eqn.params["again"]
-    if not all(available[1:]):  # an array is not stored for its maximum
+    # An array is not stored only to compute its maximum again.
+    if not all(available[1:]):
         sources, again = [], None
     backward = eqn.replace(
         invars=[residual, *sources],
@@ -175,7 +187,8 @@ def _lowering_for(platform: str) -> Any:
                 x = lax.optimization_barrier(x)
         elif in_backward and platform in platforms:
             x = lax.optimization_barrier(x)
-        elif is_rounded and not in_backward and copies > 1:  # one of them is stored
+        # The forward equation of a pair has two copies or more, and a copy is stored.
+        elif is_rounded and not in_backward and copies > 1:
             x = rounded(x)
         return [x] * copies
 

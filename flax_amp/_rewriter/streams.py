@@ -1,17 +1,18 @@
 """Which carries of a scan are the stream through a stack of layers.
 
-A stream is carried in half precision, as between unrolled layers. Every other carry is
-the state of a recurrence, in which small terms add up, and stays float32:
+A stream is carried in half precision, as between unrolled layers. A carry that is no
+stream is the state of a recurrence. In a state small terms add up, so a state stays
+float32:
 
     scan(lambda x, w: (x + tanh(x @ w), None), x, stacked)        x is a stream
     scan(lambda h, x: (tanh(h @ u + x), None), h, xs)             h is a state
     scan(lambda w, x: (w - .1 * (w @ x - 1) @ x.T, None), w, xs)  w is a state
 
 An integrator with a step of 1e-3 did not move in half precision. A carry that begins at
-data is a state whatever the body does (`origins.py`). Of all others, layers and data
-look alike, as slices of `xs` that are arguments. What tells them apart is that a
-gradient multiplies by its data twice: the error by what the prediction was multiplied
-by.
+data is always a state (`origins.py`). In the bodies of the remaining carries, the
+weights of layers and the data of a recurrence look alike, because both are slices of
+`xs` that are arguments. But a gradient multiplies by its data twice: the data `x` gives
+the prediction `w @ x`, and multiplies the error of the prediction.
 """
 
 from collections.abc import Sequence
@@ -35,15 +36,16 @@ def streams(
 ) -> Flags:
     """Returns which carries of a scan are streams.
 
-    The next value of a stream is computed from a matmul of it by an argument that each
-    step has for itself, moved at most, and is multiplied by that argument once. A
-    stream is no scalar, and no second factor of a matmul.
+    The next value of a stream is computed from a matmul of the stream by an argument.
+    The argument is a slice of `xs`, moved at most, so each step has its own, and
+    multiplies the stream only once. A stream is no scalar, and no second factor of a
+    matmul.
 
     Args:
       flows: sweeps over jaxprs.
-      closed, context: the body of the scan, and where it stands.
-      sizes: how many constants and carries the scan has.
-      is_weight: which of the arrays that it takes apart are arguments.
+      closed, context: the body of the scan, and the context of the body.
+      sizes: the numbers of constants and of carries of the scan.
+      is_weight: which of the scanned arrays `xs` are arguments.
     """
     first, count = sizes
     inputs = [
@@ -61,14 +63,16 @@ def streams(
 
 
 class _Origin(NamedTuple):
-    """What a variable in the body of a scan comes from."""
+    """The carries and arguments from which a variable in the body of a scan comes."""
 
-    weight: int | None = None  # which argument it is, of the slices of `xs`
-    carry: int | None = None  # which carry it is, possibly reshaped or transposed
-    carries: frozenset[int] = frozenset()  # those that it was computed from
-    # Pairs `(carry, argument)`: the argument multiplied it on the way.
+    # The index of the argument in `xs` if the variable is its slice, moved at most.
+    weight: int | None = None
+    carry: int | None = None  # the index of the carry if the variable is a moved carry
+    carries: frozenset[int] = frozenset()  # from which the variable was computed
+    # Pairs `(carry, argument)`: on the way to the variable, the argument multiplied a
+    # value that was computed from the carry.
     matmuls: frozenset[tuple[int, int]] = frozenset()
-    streams: frozenset[int] = frozenset()  # those that an argument multiplied
+    streams: frozenset[int] = frozenset()  # the carries that an argument multiplied
 
 
 _NOTHING = _Origin()
@@ -83,16 +87,16 @@ def _joined(origins: Sequence[_Origin]) -> _Origin:
 
 
 class _Search(NamedTuple):
-    """A walk through the body of a scan, and through the bodies in it."""
+    """A walk through the body of a scan, and through the bodies inside of this body."""
 
     flows: FlowAnalysis
-    states: set[int]  # the carries that are found to be no streams
+    states: set[int]  # the carries that proved to be no streams
     found: dict[Any, list[_Origin]]  # by body and inputs: calls may be nested deeply
 
     def results(
         self, closed: Jaxpr, context: Context, inputs: Sequence[_Origin]
     ) -> list[_Origin]:
-        """Returns what the results of a body come from, given that of its inputs."""
+        """Returns the origins of the results of a body, given the origins of inputs."""
         key = closed, context, tuple(inputs)
         if key not in self.found:
             self.found[key] = self._results(closed, context, inputs)
@@ -116,7 +120,7 @@ class _Search(NamedTuple):
         self, eqn: Eqn, context: Context, origins: list[_Origin]
     ) -> list[_Origin]:
         if (is_layout(eqn) or is_cast_up(eqn)) and len(origins) == 1:
-            return origins * len(eqn.outvars)  # of a split, say
+            return origins * len(eqn.outvars)  # a split, say, has several results
         choice = self.flows.choose(eqn, context)
         results = [_joined(origins)] * len(eqn.outvars)
         if choice.role is Kind.MATMUL:
@@ -125,7 +129,7 @@ class _Search(NamedTuple):
         if not self.flows.has_matmul(eqn, choice):
             return results
         for body in bodies(eqn):
-            # The index of a branch comes before the operands of the body.
+            # In a `cond`, the index of the branch comes before the body's operands.
             start = len(origins) - len(_compat.open_jaxpr(body)[0].invars)
             if start < 0:
                 continue
@@ -153,7 +157,7 @@ class _Search(NamedTuple):
 
 
 def _is_kernel(eqn: Eqn) -> bool:
-    """Whether the second factor of a matmul is one array, not one for each example."""
+    """Whether the second factor of a matmul is the same array for all examples."""
     if eqn.primitive.name != "dot_general":
         return True
     _, (_, batch) = eqn.params["dimension_numbers"]

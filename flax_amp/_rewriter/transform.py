@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from flax_amp import _compat, _jaxprs, _source, _tree
 from flax_amp._compat import Array, Arrays, Aval, DType, Jaxpr
-from flax_amp._rewriter import bodies as bodies  # registers what has bodies
+from flax_amp._rewriter import bodies as bodies  # registers primitives with bodies
 from flax_amp._rewriter.casts import up
 from flax_amp._rewriter.emit import Emitter, Record
 from flax_amp._rewriter.fp8 import check_device
@@ -52,42 +52,44 @@ def amp(
     recompute: bool = True,
     reduce_in_float32: bool = False,
 ) -> Any:
-    """Transforms a float32 function into one that computes in mixed precision.
+    """Transforms a float32 function into a mixed-precision function.
 
-    Between two matmuls everything is float32; what is carried to the next one is half
-    (`docs/policies.md`). The rewriting reaches into `jit`, `scan`, `while_loop`,
-    `cond`, `checkpoint`, `shard_map` and custom derivatives. Arguments and results keep
-    their structure and dtypes, and so do gradients through the transformed function.
+    Between two matmuls everything is float32. Values that go to the next matmul are
+    rounded to half precision (`docs/policies.md`). The rewriting reaches into `jit`,
+    `scan`, `while_loop`, `cond`, `checkpoint`, `shard_map` and custom derivatives.
+    Arguments and results keep their structure and dtypes, and so do gradients through
+    the transformed function.
 
     Put `amp` inside `grad` (`jax.grad(amp(loss))`): parameters stay float32 and their
     gradients add up in float32.
 
     Args:
       fun: the function, or nothing to use `amp` as a decorator with arguments. Arrays
-        among its arguments are traced; everything else (strings, numbers, functions)
-        is static. `nnx.Module` arguments are updated as `fun` updates them.
+        among the arguments of `fun` are traced; everything else (strings, numbers,
+        functions) is static. `nnx.Module` arguments are updated as `fun` updates them.
       precision: `"bf16-mixed"`, the default, `"16-mixed"`, `"32-true"` or
         `"fp8-mixed"`, or short `"bf16"`, `"fp16"`, `"fp32"`, `"fp8"`.
       compute_dtype: a dtype instead of a word: `jnp.bfloat16`; `jnp.float16`, which
         needs a scaled loss (see `flax_amp.dynamic_scale_value_and_grad`); or
-        `jnp.float32` to call `fun` as it is, unless `amp_policy` has another dtype or a
-        function of your own.
+        `jnp.float32` to call `fun` unchanged, unless `amp_policy` has another dtype or
+        a function of your own.
       amp_policy: which primitive or scope runs in which precision: `{primitive or scope
         string: precision function or dtype}`. `None`: `flax_amp.default_amp_policy`,
         which you can extend (`flax_amp.default_amp_policy | {...}`). A scope is a
         `jax.named_scope` or the path of a Flax module, also as a glob
-        (`"*/LayerNorm_*"`); the outermost one that matches decides. A `PolicyWarning`
+        (`"*/LayerNorm_*"`); the outermost scope that matches decides. A `PolicyWarning`
         tells of keys that match nothing.
-      matmul_dtype: what matmuls run in. `None`: `compute_dtype`. `"fp8"` or
-        `flax_amp.use_fp8(...)`: those by weights on 8-bit floats where it pays
-        (`docs/fp8.md`).
+      matmul_dtype: the dtype of matmuls. `None`: `compute_dtype`. `"fp8"` or
+        `flax_amp.use_fp8(...)`: matmuls by weights run on 8-bit floats where fp8 saves
+        time (`docs/fp8.md`).
       recompute: whether the backward pass computes the arithmetic between matmuls again
-        from what is stored: results of matmuls, what other matmuls read, and sums. The
-        bodies of your own `jax.checkpoint` keep their policy.
+        from stored values. Stored are the results of matmuls, the values that later
+        matmuls read, and sums. The bodies of your own `jax.checkpoint` keep their
+        policy.
       reduce_in_float32: whether the matmul that gives the gradient of a float32 weight
-        gives its float32 sum, which otherwise is rounded to half precision. In a
-        sharded `jit`, gradients then travel and add up over devices in float32, which
-        is at least twice the bytes (`docs/devices.md`).
+        gives its float32 sum. By default the sum is rounded to half precision. In a
+        sharded `jit`, the gradients then travel and add up over devices in float32,
+        which takes at least twice the bytes (`docs/devices.md`).
 
     Returns:
       The transformed function.
@@ -95,8 +97,8 @@ def amp(
     Raises:
       TypeError: if an argument has the wrong type, or both `precision` and
         `compute_dtype` are given.
-      ValueError: if `precision` is none of these words; when called, if the device
-        has no matmuls in fp8.
+      ValueError: if `precision` is none of these words. The transformed function raises
+        a ValueError if the policy uses fp8 and the device has no matmuls in fp8.
 
     Example:
       >>> import jax, jax.numpy as jnp, flax_amp
@@ -116,12 +118,12 @@ def amp(
         raise TypeError(
             f"reduce_in_float32: got {reduce_in_float32!r}; expected True or False."
         )
-    # Rewritten in float32, cotangents would add up in another order: 184 of 256
-    # elements of the gradient of a Sinkhorn loss differed.
+    # In float32 the function is not rewritten, because cotangents would add up in
+    # another order: 184 of 256 elements of the gradient of a Sinkhorn loss differed.
     is_identity = dtype == jnp.float32 and not policy.may_leave_float32
 
     def transform(fun: Any) -> Any:
-        # A class is a keyword forgotten, as in `amp(jnp.float16)`.
+        # A class as `fun` means that a keyword is missing, as in `amp(jnp.float16)`.
         if not callable(fun) or isinstance(fun, type):
             raise TypeError(
                 f"amp: got {getattr(fun, '__name__', type(fun).__name__)}; expected a "
@@ -153,13 +155,13 @@ def rewrite(
     observe: Callable[["TracedCall"], None] | None = None,
     reduce_in_float32: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a function that is traced and rewritten at each call, in float32 too.
+    """Returns a function that is traced and rewritten at each call, also in float32.
 
-    `observe` sees the traced call before it is rewritten.
+    `observe` sees the traced call before the rewriting.
     """
 
-    # Nothing is kept from call to call: shapes, and what modules share, may be others.
-    # Under `jit`, JAX calls this once for all calls of one kind.
+    # Nothing is kept from call to call, because shapes, and the arrays that modules
+    # share, may change. Under `jit`, JAX calls `run` only once for equal signatures.
     def run(*args: Any, **kwargs: Any) -> Any:
         if compute_dtype != jnp.float32:
             check_device(policy.fp8_recipes)
@@ -177,8 +179,9 @@ def rewrite(
 class TracedCall(NamedTuple):
     """One call of the user's function as a jaxpr."""
 
-    closed: Jaxpr  # its inputs are the arrays among the inputs of the call
-    rebuild: Callable[[Arrays], PyTree]  # puts those of the result among other leaves
+    closed: Jaxpr  # takes the arrays among the inputs of the call
+    # Returns the result of the function, from its arrays and its static leaves.
+    rebuild: Callable[[Arrays], PyTree]
     choose: Chooser
     names: Sequence[str]  # of the inputs, such as `params['w']`
 
@@ -190,7 +193,7 @@ class TracedCall(NamedTuple):
         reduce_in_float32: bool = False,
     ) -> Arrays:
         """Returns the arrays of the function's result, computed in mixed precision."""
-        # Rules that a flag of JAX has made need the flag when they are called.
+        # Under its flags, JAX makes rules that work only while the flag is on.
         has_rules = _compat.makes_hi_primitives() and any(
             _jaxprs.is_of_flags(visit.eqn) for visit in walk(self.closed)
         )
@@ -206,7 +209,7 @@ class TracedCall(NamedTuple):
         reduce_in_float32: bool,
     ) -> Arrays:
         jaxpr, _ = _compat.open_jaxpr(self.closed)
-        # Each array among the arguments is a root of its own.
+        # Each array among the arguments is a root of its own. A root is a single bit.
         are_arrays = [bool(getattr(v.aval, "shape", ())) for v in jaxpr.invars]
         roots = [is_array << i for i, is_array in enumerate(are_arrays)]
         origins = [Origin(is_argument=True, begins=x, reads=x) for x in roots]
@@ -214,7 +217,7 @@ class TracedCall(NamedTuple):
         outside = Outside.in_float32(Context(), len(jaxpr.outvars), origins, halves)
         half, planner = self.choose.half, Planner(self.choose)
         is_half = half != jnp.float32
-        recompute &= is_half  # where there is nothing to save
+        recompute &= is_half  # in float32, recomputation saves nothing
         reduce_in_float32 &= is_half
         emitter = Emitter(planner, half, recompute, reduce_in_float32, record=record)
         outs = emitter.emit(self.closed, arrays, outside)
@@ -225,12 +228,13 @@ class TracedCall(NamedTuple):
 
 
 def _as_result(x: Array, aval: Aval, half: DType) -> Array:
-    """Returns an array of the type that the function's own result has.
+    """Returns an array in the dtype and weak type of the function's own result.
 
-    A weak float32 number times bfloat16 is bfloat16, a strong one gives float32.
+    Weak types matter to the caller: a weak float32 number times a bfloat16 array gives
+    bfloat16, and a strong float32 number gives float32.
     """
     if not isinstance(x, jax.Array) and aval.dtype != jax.dtypes.float0:
-        x = jnp.asarray(x, aval.dtype)  # a number of the jaxpr
+        x = jnp.asarray(x, aval.dtype)  # a literal of the jaxpr
     if aval.dtype == jnp.float32:
         x = up(x, half)
     return _tree.with_weak_type(x, getattr(aval, "weak_type", False))
@@ -241,8 +245,8 @@ def trace_call(
 ) -> TracedCall:
     """Traces a call, and warns of a policy without effect.
 
-    Strings, functions and all else that is no array passes by the trace. Tools of
-    `debug` pass shapes as well.
+    Strings, functions and all further objects that are no arrays are not traced. The
+    tools of `debug` pass shapes in the place of arrays.
     """
     inputs = call.inputs
     is_traced = [_tree.is_array_or_shape(x) for x in inputs]
@@ -265,7 +269,7 @@ def trace_call(
     names = _source.name_arrays(call.fun, *call.arguments, arrays)
     with _compat.ordinary_primitives():
         closed = jax.make_jaxpr(_source.traced_as(of_arrays, call.fun, names))(*arrays)
-    # The warnings are about what the user wrote, before anything is planned.
+    # The warnings are about the user's own program, before anything is planned.
     choose = Chooser(policy, compute_dtype)
     warn_of_policy(choose, closed, names)
     return TracedCall(closed, rebuild, choose, names)
@@ -276,7 +280,7 @@ def amp_stop(fun: F) -> F: ...
 @overload
 def amp_stop(fun: None = None) -> contextlib.AbstractContextManager[None]: ...
 def amp_stop(fun: Any = None) -> Any:
-    """Keeps code in its original precision, its backward pass included.
+    """Keeps code in its original precision, in the backward pass, too.
 
     Args:
       fun: a function to decorate, or nothing to get a context manager.
@@ -299,8 +303,8 @@ def amp_stop(fun: Any = None) -> Any:
 
 # --- functions that are rewritten already ---------------------------------------------
 
-# The mark of a function that `amp` has rewritten, and of what JAX makes of it, which
-# copies attributes.
+# The mark of a function that `amp` has rewritten. JAX's transforms copy attributes, so
+# `jax.grad` of a marked function is marked, too.
 _MARK = "_flax_amp_rewritten"
 
 

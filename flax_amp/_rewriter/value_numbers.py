@@ -1,8 +1,9 @@
 """Numbers the values of programs: equal numbers mean equal values, bit for bit.
 
-Two programs are numbered in one table. A value that both compute in the same way, from
-the same inputs, has the same number in both. The programs of `half_params.py` differ in
-how some parameters are stored, in float32 or in half precision:
+Two programs are numbered in the same table. A value that both programs compute in the
+same way, from the same inputs, has the same number in both. The programs of
+`half_params.py` differ in the storage of some parameters, in float32 or in half
+precision:
 
     stored in float32                       stored in half precision
     r = reshape w         rounded: n        r = reshape w                    n
@@ -10,11 +11,11 @@ how some parameters are stored, in float32 or in half precision:
     y = dot h x           m                 h = convert[bfloat16] f          n
                                             y = dot h x                      m
 
-A parameter has the number of its rounded value, and a *form*: float32 as it was,
-float32 that was cast up from half precision, or half precision. A move, such
-as a reshape, commutes with the rounding of each element, so it keeps the form. To round
-either float32 form gives the number itself. Every other equation that reads a float32
-form has a number of its own, because the forms differ in their digits.
+A parameter has the number of its rounded value, and a *form*: the original float32,
+float32 that was cast up from half precision, or half precision. A move, such as a
+reshape, commutes with the rounding of each element, so the result of a move keeps the
+form. Rounding either float32 form gives the number itself. The remaining equations that
+read a float32 form have numbers of their own, because the forms differ in their digits.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ NO_LEAVES: Leaves = frozenset()
 
 
 class Form(enum.Enum):
-    """How a value is there, beside its number."""
+    """The form in which a program has a value, beside the number of the value."""
 
     AS_IT_IS = "as the number says"
     FLOAT32 = "in float32, before it is rounded"
@@ -63,12 +64,12 @@ class Reader(NamedTuple):
     eqns: tuple[Eqn, ...]  # empty for the results of the program
 
 
-# Their body stands for them. A rule of derivatives, a sharding and the like change no
-# value of the forward pass.
+# The body of such a call stands for the call. The further parameters, such as a rule of
+# derivatives or a sharding, change no value of the forward pass.
 _CALLS = """jit closed_call eval_jaxpr remat2 custom_jvp_call custom_vjp_call
 custom_vmap_call""".split()
-# Each element of the result is one of the operand or of a number, up to its sign: to
-# round the elements before or after is the same.
+# Each element of the result is an element of an operand, or a number of the program, up
+# to its sign. So rounding before and rounding after the move give the same result.
 _MOVES = """gather dynamic_slice select_n neg abs all_gather all_to_all
 ppermute""".split()
 
@@ -79,15 +80,16 @@ class Table:
     def __init__(self, half: DType):
         self.half = half
         self.numbers: dict[Any, Number] = {}
-        # Of numbers that are parameters, moved at most: which ones.
+        # The numbers of parameters, moved at most, with the parameters they come from.
         self.leaves: dict[Number, Leaves] = {}
         self.operands: dict[Number, tuple[Number, ...]] = {}
-        self.literals: dict[Number, float] = {}  # the scalars among the numbers
-        # By `id`: objects, which live as long as the table, and what stands for them.
+        self.literals: dict[Number, float] = {}  # the numbers of scalar literals
+        # By the `id` of an object: the object and its key. The table keeps the object
+        # alive, so that no second object gets the same `id`.
         self._keys: dict[int, tuple[Any, Any]] = {}
 
     def number(self, *key: Any, operands: Sequence[Value] = ()) -> Number:
-        """Returns the number of a value that is computed in a way."""
+        """Returns the number of a value for a key, which says how it is computed."""
         found = self.numbers.setdefault(key, len(self.numbers))
         self.operands.setdefault(found, tuple(x.number for x in operands))
         return found
@@ -120,7 +122,7 @@ class Table:
         return found
 
     def key_of(self, x: Any) -> Any:
-        """Returns what is equal for parameters of equations that mean the same."""
+        """Returns a key that is equal for equation parameters with the same meaning."""
         if isinstance(x, dict):
             return tuple((k, self.key_of(v)) for k, v in x.items())
         if isinstance(x, tuple | list):
@@ -132,7 +134,8 @@ class Table:
         if is_array(x):
             return self.constant(x)
         if id(x) not in self._keys:
-            # Before its parts, because a function may close over itself.
+            # The object gets its key before its parts, because a function may close
+            # over itself.
             self._identity(x)
             self._keys[id(x)] = x, self._key_of_object(x)
         return self._keys[id(x)][1]
@@ -145,14 +148,14 @@ class Table:
             body, consts = _compat.open_jaxpr(x)
             return str(body), tuple(map(self.constant, consts))
         # A function that is made anew in each trace, such as the callback of
-        # `jax.debug.print`, is known by its code and by what it closes over.
+        # `jax.debug.print`, is known by its code, closure and default arguments.
         if isinstance(x, functools.partial):
             return self.key_of((x.func, x.args, x.keywords))
         if isinstance(x, types.FunctionType):
             cells = list(map(_contents, x.__closure__ or ()))
             outside = id(x.__code__), id(x.__globals__)
             return outside, self.key_of((cells, x.__defaults__, x.__kwdefaults__))
-        # JAX's record of a callback is such a class.
+        # JAX's record of a callback is a frozen dataclass, and is known by its fields.
         of_class = getattr(type(x), "__dataclass_params__", None)
         if of_class is not None and of_class.frozen:
             fields = [getattr(x, field.name) for field in dataclasses.fields(x)]
@@ -171,18 +174,19 @@ class Numbering:
         self.table = table
         self.stored = stored
         self.rounded: set[int] = set()  # the parameters that some equation rounds
-        # By a parameter: the first equation that reads it unrounded.
+        # By a parameter: the first equation that reads the parameter unrounded.
         self.unrounded: dict[int, Reader] = {}
-        # By a number that is new in this program, while those of its operands are not:
-        # the equation that makes it. There this program begins to differ from others.
+        # The equations at which this program begins to differ from earlier programs, by
+        # the numbers of their results. Such a number is new in this program, and the
+        # numbers of the equation's operands are not new.
         self.first_new: dict[Number, Reader] = {}
         self._known = len(table.numbers)
         self._around: list[Eqn] = []
-        self._effects: list[Any] = []  # what has happened so far
-        self._depth = 0  # of loops and the like
+        self._effects: list[Any] = []  # the equations with effects so far
+        self._depth = 0  # the number of loops, branches and `shard_map`s around
 
     def run(self, closed: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-        """Returns the results of a program, which may also show what it does."""
+        """Returns the results of a program, and a value that stands for its effects."""
         results = self._body(closed, inputs)
         for x in results:
             self._read(x)
@@ -214,7 +218,7 @@ class Numbering:
         name = eqn.primitive.name
         if name in _CALLS:
             (body,) = bodies(eqn)
-            # What the rule of a custom derivative closes over comes first.
+            # The variables that the rule of a custom derivative closes over come first.
             count = len(_compat.open_jaxpr(body)[0].invars)
             return self._body(body, operands[len(operands) - count :])
         if name in _BINDERS:
@@ -238,18 +242,18 @@ class Numbering:
             return Value(x.number)
         if (old, new) != (self.table.half, jnp.float32):
             return None
-        # XLA may drop a cast to half precision that is cast up again at once: the
+        # XLA may drop a cast to half precision if a cast up follows at once. Then the
         # program with a float32 parameter would go on with more digits.
         if not leaves <= self.stored:
             self._note(leaves - self.stored)
         return Value(x.number, Form.CAST_UP)
 
     def _moved(self, eqn: Eqn, operands: Sequence[Value]) -> list[Value] | None:
-        """Returns the results of a move of parameters, `None` for all else."""
+        """Returns the results of a move of parameters; `None` for any equation else."""
         name, forms = eqn.primitive.name, set()
         if not (has(eqn, Trait.LAYOUT) or name in _MOVES):
             return None
-        if name == "optimization_barrier":  # each result is one of the operands
+        if name == "optimization_barrier":  # gives its operands, one by one
             return [self._part(x, name) for x in operands]
         leaves, numbers = NO_LEAVES, []
         for v, x in zip(eqn.invars, operands, strict=True):
@@ -282,14 +286,20 @@ class Numbering:
         return Value(number, x.form)
 
     def _in_half(self, x: Value) -> Number | None:
-        """Returns a literal beside a parameter in half precision, if it is the same."""
+        """Returns the number of a literal in half precision, if the cast is exact.
+
+        The literal is an operand beside a parameter.
+        """
         scalar = self.table.literals.get(x.number)
         if scalar is None or not self._is_exact(scalar):
             return None
         return self.table.constant(scalar, self.table.half)
 
     def _is_exact(self, x: Any) -> bool:
-        """Whether half precision has a number; a lookup fills rows with NaNs."""
+        """Whether half precision can represent a number.
+
+        A NaN counts as exact, because a lookup fills rows with NaNs.
+        """
         number, half = float(x), self.table.half
         is_large = math.isfinite(number) and abs(number) > float(finfo(half).max)
         return not is_large and np.array_equal(
@@ -304,7 +314,7 @@ class Numbering:
             self._read(x)
         key = [eqn.primitive.name, params, *operands]
         if eqn.effects:
-            # What it gives depends on what has happened before, as with a reference.
+            # The results depend on the effects before, as with a reference.
             key += self._depth, len(self._effects)
             self._effects.append(tuple(key))
         are_known = all(x.number < self._known for x in operands)
@@ -329,9 +339,10 @@ class Numbering:
 
     # --- equations with bodies -------------------------------------------------------
 
-    # A body reads values from around it by their numbers, so that it does not matter in
-    # which order a loop takes its constants. What differs from iteration to iteration
-    # is numbered by the depth of the loop: loops within loops do not mix it up.
+    # A body reads the values outside of the body by their numbers, so that the order in
+    # which a loop takes its constants does not matter. Values that differ from
+    # iteration to iteration are numbered by the depth of the loop, so that the values
+    # of nested loops have different numbers.
 
     def _inside(
         self, closed: Jaxpr, inputs: Sequence[Value]
@@ -354,9 +365,10 @@ class Numbering:
         """Returns the results of a loop.
 
         Each part is a body, with its inputs before and after the carry. The last body
-        gives the next carry, and what else the loop gives. A parameter that a loop
-        carries and does not change is a constant of the loop: it is a carry of the
-        loops of `nn.RNN`, and half of the weights of an LSTM would stay float32.
+        gives the next carry and the remaining results of the loop. A parameter that a
+        loop carries and does not change counts as a constant of the loop. The loops of
+        `nn.RNN` carry their parameters. If such a parameter counted as a carry, half of
+        the weights of an LSTM would stay float32.
         """
         avals = [v.aval for v in eqn.outvars[: len(init)]]
         carry = [
@@ -364,7 +376,7 @@ class Numbering:
             for i, aval in enumerate(avals)
         ]
         is_kept = [x.number in self.table.leaves for x in init]
-        # Which parameters are kept is a guess, until the bodies give them all back.
+        # The set of kept parameters is a guess until the bodies return all of the set.
         while True:
             inputs = fill(pick(init, is_kept), is_kept, carry)
             runs = [
@@ -377,7 +389,8 @@ class Numbering:
             if still_kept == is_kept:
                 break
             is_kept = still_kept
-        # No equation reads what the loop keeps: the loop gives it back.
+        # The loop hands a kept parameter through, and no equation reads the parameter.
+        # Without the form, `_numbered` does not note the loop as a float32 reader.
         found = _without_forms(init, is_kept)
         found += [x for results, _ in runs[:-1] for x in results]
         found += _without_forms(last, is_kept)
@@ -424,7 +437,7 @@ class Numbering:
 
 
 def _contents(cell: types.CellType) -> Any:
-    """Returns what a function closes over, and the empty cell where it has no value."""
+    """Returns the value of a variable that a function closes over, or an empty cell."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -432,7 +445,7 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _without_forms(values: Sequence[Value], flags: Sequence[bool]) -> list[Value]:
-    """Returns values; those with a flag lose their forms."""
+    """Returns the values, without their forms where a flag is on."""
     pairs = itertools.zip_longest(values, flags)
     return [Value(x.number) if flag else x for x, flag in pairs]
 

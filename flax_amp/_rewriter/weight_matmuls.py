@@ -1,20 +1,20 @@
-"""Matmuls of halves whose weights are read, and get their gradient, in float32.
+"""Matmuls of halves that take float32 weights and give float32 gradients of weights.
 
     y = x @ w        x and y in bfloat16, w in float32
     dx = g @ w.T     in bfloat16, as x is
     dw = x.T @ g     the float32 sum, of halves: nothing is rounded behind the matmul
 
 Where the batch is sharded, the partitioner puts the sum over devices right behind the
-matmul that gives `dw`, and adds up in the dtype of its result. With a cast of `w`
-before the matmul that is bfloat16, whatever follows.
+matmul that gives `dw`, and adds up in the dtype of the matmul's result. With a cast of
+`w` before the matmul, this dtype is bfloat16, even if a cast to float32 follows.
 
-To JAX such a matmul is a primitive, bilinear as `dot_general` is. It rounds its factors
-to half precision as it reads them, and gives the dtype that it is asked for. The
-derivative by a factor is a matmul of the same kind that gives the dtype of this factor:
-so derivatives of any order and mode are matmuls of halves, with the axes that JAX gives
-those of the plain matmul. A `dot_general` of halves with a float32 result would do for
-the first derivative, but in the second one JAX multiplies its float32 cotangent by the
-halves, in float32.
+To JAX such a matmul is a primitive, bilinear as `dot_general` is. The primitive reads
+its factors rounded to half precision, and gives a result in the dtype of its parameter
+`dtype`. The derivative by a factor is a matmul of the same kind in the dtype of this
+factor. So derivatives of any order and mode are matmuls of halves, with the axes that
+JAX gives the derivatives of the plain matmul. A `dot_general` of halves with a float32
+result would do for the first derivative. But in the second derivative JAX multiplies
+the float32 cotangent of this `dot_general` by the halves, in float32.
 """
 
 import dataclasses
@@ -35,9 +35,10 @@ weight_matmul_p = Primitive("flax_amp_weight_matmul")
 
 
 def weight_matmul(eqn: Eqn, operands: Arrays, half: DType, dtype: DType) -> Array:
-    """Returns a matmul of halves in a dtype; the gradient of a factor has its dtype.
+    """Returns the result of a matmul of halves in a dtype.
 
-    The factors are the first two operands, in half precision or in float32.
+    The factors are the first two operands, in half precision or in float32. The
+    gradient of a factor has the dtype of the factor.
     """
     dtypes = dict(half=jnp.dtype(half), dtype=jnp.dtype(dtype))
     params = eqn.params | {"preferred_element_type": None}
@@ -46,7 +47,7 @@ def weight_matmul(eqn: Eqn, operands: Arrays, half: DType, dtype: DType) -> Arra
 
 @dataclasses.dataclass(frozen=True)
 class PolicyOfWeightMatmuls:
-    """A policy of `jax.checkpoint` that sees plain matmuls in the place of these."""
+    """A policy of `jax.checkpoint` that sees each weight matmul as a plain matmul."""
 
     policy: Callable[..., Any]
 
@@ -75,11 +76,12 @@ def _matmul(
 def _matmul_on_cpu(
     *operands: Array, of: Primitive, half: DType, dtype: DType, **params: Any
 ) -> Array:
-    """Returns the same as `_matmul`, by a matmul of the halves in float32.
+    """Returns the result of `_matmul`, from a float32 matmul of the rounded factors.
 
-    The products of two halves are float32 numbers. XLA for the CPU has no matmul of
-    halves with a float32 sum where there is a batch, and fails when it runs. Others
-    that give halves it adds up in halves (`row_matmuls.py`).
+    The product of two halves is exact in float32. On the CPU, XLA has no matmul of
+    halves with a float32 result and batch dimensions: the compiled program fails at run
+    time. Some matmuls that give halves would add up in half precision there
+    (`row_matmuls.py`).
     """
     factors = [up(rounded(down(x, half)), half) for x in operands[:2]]
     float32 = jnp.dtype(jnp.float32)
@@ -88,7 +90,7 @@ def _matmul_on_cpu(
 
 
 def _impl(*operands: Array, **params: Any) -> Array:
-    # The lowering for the device decides.
+    # Under `jit`, JAX uses the lowering for the device.
     return jax.jit(functools.partial(weight_matmul_p.bind, **params))(*operands)
 
 
@@ -98,7 +100,7 @@ def _abstract_eval(*avals: Aval, of: Any, **params: Any) -> Any:
 
 
 def _as_plain(fn: Callable[..., Array], *operands: Array, **dtypes: DType) -> Array:
-    """Evaluates a function of one plain matmul, with a `weight_matmul` in its place."""
+    """Evaluates a function of a plain matmul, with a `weight_matmul` in its place."""
 
     def run(eqn: Eqn, values: Arrays) -> Arrays:
         if "preferred_element_type" in eqn.params:
@@ -120,7 +122,7 @@ def _is_float(x: Any) -> bool:
 def _transpose(
     g: Array, *operands: Any, of: Primitive, half: DType, dtype: DType, **params: Any
 ) -> Sequence[Array | None]:
-    """Returns the cotangent of the factor that has one, in the dtype of the factor."""
+    """Returns the cotangent of the factor that is differentiated, in its dtype."""
     (i,) = (i for i in (0, 1) if ad.is_undefined_primal(operands[i]))
     aval = operands[i].aval
     factor = _jaxprs.struct_of(aval, jnp.float32)

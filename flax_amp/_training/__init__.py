@@ -9,7 +9,7 @@ from flax_amp import _tree
 
 Array = jax.Array
 PyTree = _tree.PyTree
-# What a step reports, by name: arrays, or what the `aux` of a loss holds.
+# The metrics of a step, by name: arrays, or the entries of the `aux` of a loss.
 Metrics = dict[str, Any]
 # A function of the user's: `fn(params, batch)` or `fn(model, batch)`.
 UserFn = Callable[..., Any]

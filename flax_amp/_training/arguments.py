@@ -1,4 +1,4 @@
-"""What users pass, checked where JAX, Flax and optax have no clear error for it."""
+"""Checks of arguments for which JAX, Flax and optax have no clear error."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class Options(NamedTuple):
 
     caller: str  # the function that the messages name
     loss_fn: UserFn
-    precision: Precision | None  # instead of that of the state
+    precision: Precision | None  # wins over the precision of the state
     amp_policy: PolicyEntries | None
     reduce_in_float32: bool = False
     has_aux: bool = False
@@ -41,7 +41,7 @@ class Options(NamedTuple):
 
     @property
     def loss_name(self) -> str:
-        """What messages call the loss."""
+        """The name of the loss in messages."""
         return f"{self.caller}: {getattr(self.loss_fn, '__name__', 'the function')}"
 
 
@@ -61,7 +61,7 @@ def check_options(given: Options) -> Options:
     check_type(given.metrics_fn, Callable | None, f"{caller}: metrics_fn", expected)
     flags = dict(has_aux=given.has_aux, reduce_in_float32=given.reduce_in_float32)
     check_flags(caller, **flags)
-    Policy(given.amp_policy)  # a wrong one fails where the step is made
+    Policy(given.amp_policy)  # a wrong policy fails where the step is made
     names = [x for x in ("precision", "amp_policy") if getattr(given, x) is not None]
     names += ["reduce_in_float32"] if given.reduce_in_float32 else []
     if names and is_rewritten(given.loss_fn):
@@ -89,8 +89,9 @@ def check_params(
 ) -> None:
     """Raises a ValueError that names parameters of a wrong dtype.
 
-    Those that stay as they are, by the tree `stays`, may be in half precision. With
-    `may_be_half` all may be bfloat16: the optimizer then rounds their updates.
+    `stays` is a tree of flags: True for a parameter that no step changes. Such a
+    parameter may be in half precision. With `may_be_half` all parameters may be
+    bfloat16, because the optimizer rounds their updates.
     """
     right = [jnp.float32, jnp.complex64] + [jnp.bfloat16] * may_be_half
     leaves = tree_leaves_with_path(params)
@@ -125,7 +126,7 @@ def check_selection(params: PyTree, wrt: Any, caller: str) -> None:
 def first_foreign(tree: PyTree, name: str) -> str:
     """Returns the path and the type of the first leaf that is neither array nor number.
 
-    It is empty if there is none.
+    The text is empty if there is no such leaf.
     """
     for path, leaf in tree_leaves_with_path(tree):
         if not _tree.is_numeric(leaf):
@@ -134,7 +135,7 @@ def first_foreign(tree: PyTree, name: str) -> str:
 
 
 def check_leaves(tree: PyTree, caller: str, name: str) -> None:
-    """Raises a TypeError unless all leaves are what a compiled step can return."""
+    """Raises a TypeError unless a compiled step can return all leaves of a tree."""
     if foreign := first_foreign(tree, name):
         raise TypeError(
             f"{caller}: {foreign}; expected arrays and numbers: a compiled step "
@@ -143,7 +144,7 @@ def check_leaves(tree: PyTree, caller: str, name: str) -> None:
 
 
 def differences(old: PyTree, new: PyTree, key: Callable[[Any], Any]) -> list[str]:
-    """Lists the leaves that only one tree has, or whose keys differ."""
+    """Lists the leaves that a tree lacks, or whose results of `key` differ."""
     before, after = (
         {keystr(path): key(leaf) for path, leaf in tree_leaves_with_path(tree)}
         for tree in (old, new)

@@ -1,7 +1,8 @@
 """One training step: from a loss, gradients and a scaler to the selected new state.
 
-The order of a step is fixed here, because every other order is wrong somewhere: the
-passes, one decision for all devices, the optimizer, which may clip, and the select.
+The order of a step is fixed here, because any change of the order is wrong somewhere:
+the passes, the decision for all devices together, the optimizer, which may clip, and
+the select.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,11 +42,11 @@ from flax_amp.optim._small_state import rounds_parameters
 
 
 class Judged(NamedTuple):
-    """A pass; whether it is finite; and the sum of the squares of its gradients."""
+    """A pass, whether its numbers are finite, and the square norm of its gradients."""
 
     result: PassResult
-    forward: Array  # bool[], of the loss and of what it updated
-    backward: Array  # bool[], of the gradients
+    forward: Array  # bool[]: the loss and its written arrays are finite
+    backward: Array  # bool[]: the gradients are finite
     square_norm: Array | float = 0.0
 
 
@@ -61,9 +62,10 @@ def run_step(
             f"train_step: state.step is {describe(state.step)}; expected an integer, "
             "the number of steps."
         )
-    # `amp` is inside of `value_and_grad`: gradients are those of float32 parameters.
-    # XLA drops a cast of stored bfloat16 that is followed by one back. Half parameters
-    # that no step changes are not cast, and are no part of the gradient.
+    # `amp` is inside of `value_and_grad`, so the loss is differentiated with respect to
+    # float32 parameters. For parameters that are stored in bfloat16, XLA drops the cast
+    # to float32 where a cast back follows. Parameters in half precision that no step
+    # changes are not cast, and the loss is not differentiated with respect to them.
     loss_fn = observed_loss(options, state)
     params = params_of_loss(state.params, stays)
     inputs = params, state.variables, fold_in(state.rngs, state.step)
@@ -92,7 +94,7 @@ def run_step(
     new, own = _advance(selected, state, is_kept, scaler)
     own |= dict(
         loss=output.loss,
-        grads_finite=is_kept,  # False for every skipped step: also one for a spike
+        grads_finite=is_kept,  # False for every skipped step, also for a spike
         scaler=scaler["scaler"],
         grad_norm=norm,
     )
@@ -109,10 +111,10 @@ def _update(
     norm: Array,
     stays: PyTree,
 ) -> StateT:
-    """Returns the state after an update of what the loss has left of it.
+    """Returns the state after an update of the arrays that the loss has left.
 
-    Parameters that no update changes are the same arrays in it: XLA would add zeros to
-    them, because `-0.0 + 0.0` is `0.0`.
+    Parameters that no update changes are the same arrays in the new state. Otherwise
+    XLA would have to add zeros to them, because `-0.0 + 0.0` is `0.0`.
     """
     written = cast_like(output.written, state.params)
     left = state.replace(params=_tree.combine(written, state.params))
@@ -131,9 +133,12 @@ def _update(
 
 
 def judge_pass(result: PassResult, params: PyTree, variables: PyTree) -> Judged:
-    """Decides whether a pass is finite; parameters and variables are as before it."""
-    # It costs nothing, because the metrics need it anyway, and it overflows where the
-    # squares of an optimizer would.
+    """Decides whether a pass is finite.
+
+    `params` and `variables` are the parameters and variables before the pass.
+    """
+    # The square norm costs nothing, because the metric `grad_norm` needs the square
+    # norm anyway. The square norm overflows where the squares of an optimizer would.
     square_norm = jnp.asarray(optax.tree.norm(result.grads, squared=True), jnp.float32)
     # The fp8 statistics of cotangents depend on the scale, as gradients do.
     backward = _tree.all_finite((square_norm, result.overwrite))
@@ -156,7 +161,7 @@ def run_with_retries(
         new = update_scaler(scaler, found.backward, loss_finite=found.forward)
         # At its lower limit the scale stays, and a retry would change nothing.
         falls = found.forward & ~found.backward & (new["scaler"] < scaler["scaler"])
-        # A loop can carry arrays only. The other leaves are the same in every pass.
+        # A loop can carry arrays only. The remaining leaves are equal in every pass.
         arrays, static = _tree.partition(found, _tree.is_array)
         return new, falls, arrays
 
@@ -176,11 +181,12 @@ def run_with_retries(
 
 
 def _select(is_kept: Array, new: PyTree, old: PyTree) -> PyTree:
-    """Returns the new state, or all of the old one, bit for bit.
+    """Returns the new state, or all of the old state, bit for bit.
 
-    A select, not a `lax.cond` around the update: one rule holds for every leaf, keys
-    and -0.0 included, and XLA cannot fuse across a branch or update in place (178 MB of
-    temporary memory for an MLP on a v5e, 975 MB with the branch).
+    A select, not a `lax.cond` around the update, for two reasons. The same rule holds
+    for every leaf, keys and -0.0 included. And XLA cannot fuse across a branch or
+    update in place: an MLP on a v5e needs 178 MB of temporary memory with the select,
+    and 975 MB with the branch.
     """
 
     def select(new: Any, old: Any) -> Any:
@@ -205,7 +211,8 @@ def _check_update(options: Options, old: PyTree, new: PyTree) -> None:
 def _decide(is_finite: Array, new: StateT, old: StateT) -> tuple[Array, StateT]:
     """Returns whether to keep the new state, and the state to keep otherwise.
 
-    That is the old one, in which `skip_spikes` has recorded this step if it is finite.
+    The state to keep otherwise is the old state. If the step is finite, that state has
+    the record that `skip_spikes` makes of this step.
     """
     is_spike = spiked(old.opt_state, new.opt_state)
     if is_spike is None:
@@ -218,7 +225,10 @@ def _decide(is_finite: Array, new: StateT, old: StateT) -> tuple[Array, StateT]:
 def _advance(
     new: StateT, old: StateT, is_kept: Array, scaler: Scaler
 ) -> tuple[StateT, Metrics]:
-    """Lets the counters advance, skipped or not; returns what the optimizer reports."""
+    """Advances the counters of a kept or skipped step, and collects their metrics.
+
+    Returns the state and the metrics that come from the state of the optimizer.
+    """
     opt_state, reported = new.opt_state, {}
     if isinstance(opt_state, optax.ApplyIfFiniteState):
         opt_state = opt_state._replace(**counted(old.opt_state, is_kept))

@@ -1,17 +1,19 @@
-"""What the numbers of a traced loss depend on: the parameters, or the examples.
+"""Finds how the numbers of a traced loss depend on parameters and examples.
 
-A step that averages over parts of a batch asks two questions about a loss. Is it
-divided by a total that differs from part to part? And does the weight that it returns
-have a derivative? One pass over the equations answers both. For a mean over tokens:
+A step that averages over parts of a batch asks two questions about a loss. Is the loss
+divided by a total that differs from part to part? And does the weight that the loss
+returns have a derivative? A single pass over the equations answers both questions. For
+a mean over tokens:
 
-    n = reduce_sum mask       a total: one number, a sum over the examples of the part
+    n = reduce_sum mask       a total: a single number, summed over the part's examples
     m = max n 1.0             still that total
     s = reduce_sum losses     depends on the parameters, with a derivative
     q = div s m               divided by a total
-    l = add q penalty         a term of it is divided by a total
+    l = add q penalty         a sum with a term that is divided by a total
 
 A division inside of a nonlinear function (the root of a mean) is no division of the
-loss, and one in the body of a loop has another denominator in each iteration.
+loss. A division in the body of a loop does not count either, because the denominator
+differs from iteration to iteration.
 """
 
 import enum
@@ -30,27 +32,29 @@ from flax_amp._tree import split_list
 
 
 class OnParameters(enum.IntEnum):
-    """How a number depends on the parameters; of several ways the largest counts."""
+    """How a number depends on the parameters; of several ways, the largest counts."""
 
     NOT = 0
-    BY_VALUE = 1  # its derivative is zero, as that of a comparison
+    BY_VALUE = 1  # the derivative is zero, as in a comparison
     BY_DERIVATIVE = 2
 
 
 class Dependence(NamedTuple):
-    """What a variable of a traced loss depends on."""
+    """The dependence of a variable of a traced loss on parameters and examples."""
 
     on_parameters: OnParameters = OnParameters.NOT
-    # Whether it differs from part to part: because of the examples or random numbers.
+    # Whether the variable differs from part to part, because of examples or of random
+    # numbers.
     varies: bool = False
-    # Whether it is one number, perhaps repeated, that is a sum over what varies.
+    # Whether the variable is a single number, perhaps repeated, that is a sum of
+    # numbers that vary.
     is_total: bool = False
-    # The line where it, or a term of it, was divided by a total.
+    # The line where the variable, or a term of the variable, was divided by a total.
     division: SourceLine | None = None
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is the same number for all parts and parameters."""
+        """Whether the variable is the same for all parts and for all parameters."""
         return not self.varies and self.on_parameters is OnParameters.NOT
 
 
@@ -58,7 +62,7 @@ CONSTANT = Dependence()
 PARAMETER = Dependence(OnParameters.BY_DERIVATIVE)
 EXAMPLE = Dependence(varies=True)
 
-# Their bodies run once, with the operands of the call.
+# Calls whose body runs once, with the operands of the call.
 CALLS = frozenset(
     "jit remat2 closed_call eval_jaxpr custom_jvp_call custom_vjp_call".split()
 )
@@ -66,23 +70,25 @@ CALLS = frozenset(
 _CALLS_ON_PARTS = CALLS | {"shard_map"}
 _FLAT = frozenset("stop_gradient sign floor ceil round argmax argmin".split())
 _SUMS = frozenset("reduce_sum dot_general".split())
-# What gives a total for totals and constants, beside what changes the layout.
+# Primitives that return a total for totals and constants. Primitives that only change
+# the layout do so, too (`Trait.LAYOUT`).
 _KEEPS_TOTAL = frozenset(
     """add sub max min clamp select_n convert_element_type reduce_precision psum
     psum_invariant""".split()
 )
-# A stack of totals is not one number.
+# Layout primitives that return no total: a stack of totals is not a single number.
 _JOINS = frozenset("concatenate stack".split())
-# What is linear in all of its operands together, beside what changes the layout.
+# Primitives that divide their result if their operands are divided. The primitives that
+# only change the layout do so, too (`Trait.LAYOUT`).
 _LINEAR = frozenset(
     """add sub add_any neg select_n reduce_sum cumsum convert_element_type
     reduce_precision psum psum_invariant gather dynamic_slice dot_general
     mul""".split()
 )
-# Of these, one divided factor is enough.
+# In a product, a single factor that is divided by a total is enough.
 _PRODUCTS = frozenset("mul dot_general".split())
 _RANDOM = ("random_", "threefry", "rng_")
-# Of these, the first operand has the numbers, and the others are indices.
+# Primitives whose first operand has the numbers; the remaining operands are indices.
 _INDEXED = frozenset("gather dynamic_slice".split())
 _OVER_DEVICES = frozenset(
     "psum psum_invariant pmax pmin all_gather all_gather_invariant".split()
@@ -92,15 +98,15 @@ _OVER_DEVICES = frozenset(
 class Analysis:
     """Finds the dependences of a traced loss.
 
-    `same_on` are the mapped axes whose devices hold all the parts: what is summed over
-    these axes is the same for each part.
+    `same_on` are the mapped axes whose devices together hold all the parts. A result
+    that is summed over these axes is the same for each part.
     """
 
     def __init__(self, same_on: Sequence[Any] = ()):
         self._same_on = set(same_on)
-        # A body is called many times, in models of many equal layers.
+        # A cache: models of many equal layers call the same body many times.
         self._known: dict[Any, list[Dependence]] = {}
-        self._held: list[Jaxpr] = []  # so that the `id` of a body stays its own
+        self._held: list[Jaxpr] = []  # so that no later body has the same `id`
 
     def results(
         self,
@@ -110,7 +116,8 @@ class Analysis:
     ) -> list[Dependence]:
         """Returns the dependences of the results of a jaxpr.
 
-        `call` is the line of the call around it: functions of JAX have none.
+        `call` is the line of the call around the jaxpr. An equation of a function of
+        JAX has no line of the user, so the line of the call stands for the equation.
         """
         jaxpr, _ = _compat.open_jaxpr(closed)
         key = id(jaxpr), tuple(operands), call
@@ -151,7 +158,8 @@ class Analysis:
             return self._while(eqn, operands)
         if name in _CALLS_ON_PARTS and takes_operands(eqn):
             outs = self.results(bodies(eqn)[0], operands, line_of(eqn) or call)
-            # Those of the devices of a mesh may be in a stack.
+            # A `shard_map` may return the totals of its devices in an array, which is
+            # no total.
             are_numbers = (not v.aval.shape for v in eqn.outvars)
             return [
                 x._replace(is_total=x.is_total and (is_number or name in CALLS))
@@ -171,7 +179,8 @@ class Analysis:
         ways = [x.on_parameters for x in operands]
         on_parameters = max(ways, default=OnParameters.NOT)
         if _compares_with_itself(eqn):
-            # `jnp.nanmean` counts in this way. Finite losses never are NaN.
+            # `jnp.nanmean` counts its numbers by this comparison. The numbers of a
+            # finite loss are never NaN, so their count depends on no parameter.
             on_parameters = OnParameters.NOT
         elif name in _FLAT or not _is_inexact(result):
             on_parameters = min(on_parameters, OnParameters.BY_VALUE)
@@ -237,15 +246,16 @@ def _axes_of(eqn: Eqn) -> set[Any]:
 
 
 def takes_operands(eqn: Eqn) -> bool:
-    """Whether the inputs of a body are the operands of its call, one by one."""
+    """Whether the body of a call has as many inputs as the call has operands."""
     return len(_compat.open_jaxpr(bodies(eqn)[0])[0].invars) == len(eqn.invars)
 
 
 def _fixed_point(step: Any, init: Sequence[Dependence]) -> list[Dependence]:
-    """Returns the dependences of a carry that an iteration leaves as they are."""
+    """Returns dependences of a carry that are the same after another iteration."""
     carry = [_of_iterations(x, keeps_total=True) for x in init]
-    # A carry rises from a constant to a total and to neither of them, and from no
-    # dependence on the parameters to a derivative: so this ends.
+    # The loop ends, because a dependence moves in a single direction: from a constant
+    # to a total and then to neither of them, and from no dependence on the parameters
+    # to a derivative.
     while True:
         after = [_of_iterations(x, keeps_total=True) for x in step(carry)]
         joined = [_join(x, y) for x, y in zip(carry, after, strict=True)]
@@ -255,15 +265,15 @@ def _fixed_point(step: Any, init: Sequence[Dependence]) -> list[Dependence]:
 
 
 def _of_iterations(x: Dependence, keeps_total: bool = False) -> Dependence:
-    """Returns the dependence of what the iterations of a loop give.
+    """Returns the dependence of a result of the iterations of a loop.
 
-    The results of all iterations in a stack are not one number.
+    `keeps_total` is for a carry. The stacked results of all iterations are no total.
     """
     return x._replace(division=None, is_total=x.is_total and keeps_total)
 
 
 def _join(x: Dependence, y: Dependence) -> Dependence:
-    """Returns the dependence of a number that is one of two."""
+    """Returns the dependence of a number that is either `x` or `y`."""
     return Dependence(
         max(x.on_parameters, y.on_parameters),
         x.varies or y.varies,
@@ -287,7 +297,7 @@ def _is_inexact(v: Atom) -> bool:
 
 
 def _is_total(eqn: Eqn, result: Atom, operands: Sequence[Dependence]) -> bool:
-    """Whether a result that varies, and does not depend on parameters, is a total."""
+    """Whether a result is a total, if it varies and does not depend on parameters."""
     name = eqn.primitive.name
     if name in _SUMS and not result.aval.shape:
         return True
@@ -308,7 +318,7 @@ def _is_total(eqn: Eqn, result: Atom, operands: Sequence[Dependence]) -> bool:
 
 
 def _with_numbers(name: str, operands: Sequence[Dependence]) -> Sequence[Dependence]:
-    """Returns the operands that have numbers: no condition, and no index."""
+    """Returns the operands that hold numbers: no condition of a select, no index."""
     if name == "select_n":
         return operands[1:]
     return operands[:1] if name in _INDEXED else operands
@@ -325,11 +335,11 @@ def _divides(eqn: Eqn, operands: Sequence[Dependence]) -> bool:
 def _inherited_division(
     eqn: Eqn, result: Atom, operands: Sequence[Dependence]
 ) -> SourceLine | None:
-    """Returns the line at which a result was divided because an operand was.
+    """Returns the line where an operand was divided, if the result counts as divided.
 
-    A sum of a quotient and another term counts as a quotient only if it is a scalar, as
-    the loss with a penalty is: `logits - logsumexp(logits)` is no quotient because a
-    masked mean stands in the model.
+    A sum of a quotient and another term counts as a quotient only if the sum is a
+    scalar, such as a loss with a penalty. So `logits - logsumexp(logits)` is no
+    quotient, even if the logits come from a model with a masked mean.
     """
     name = eqn.primitive.name
     if name == "div":

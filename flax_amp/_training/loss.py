@@ -1,4 +1,4 @@
-"""The user's loss, of Linen or NNX, as a function of arrays, and what it returns."""
+"""The user's loss, of Linen or NNX, as a function of arrays, and its output."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -23,17 +23,17 @@ from flax_amp._training.arguments import Options, check_leaves, differences
 from flax_amp._training.train_state import AmpTrainState, split_model
 from flax_amp.policy import Policy, read_options
 
-# The key of `aux` for the weight of a loss among those of other parts of a batch.
+# The key of `aux` for the weight of a loss in the average over parts of a batch.
 WEIGHT = "weight"
 
 
 class LossOutput(NamedTuple):
-    """What a loss returns, and what it leaves in the model."""
+    """The results of a loss, and the arrays that the loss leaves in the model."""
 
     loss: Array
     weight: Array | None = None  # float32[]; `None` if each part counts the same
     written: PyTree = None  # new values of trained parameters, `None` for most
-    variables: PyTree = None  # the updated ones, `None` for those that did not change
+    variables: PyTree = None  # the new variables, `None` for unchanged variables
     aux: PyTree = None
 
 
@@ -83,9 +83,11 @@ def in_precision(
 ) -> UserFn:
     """Returns a function of the user's in the precision of the step.
 
-    One that is `amp(...)` already is taken as it is. Without a backward pass,
-    `recompute=False` leaves no trace of one in the program. `observe` sees the traced
-    function before it is rewritten, except where nothing is rewritten or averaged.
+    A function that is `amp(...)` already is taken as the user made it. A step without a
+    backward pass gives `recompute=False`: `amp` then adds no `jax.checkpoint` to the
+    program. `observe` sees the traced function before the function is rewritten. Where
+    nothing is rewritten or averaged, the function is not traced, and `observe` is not
+    called.
     """
     pure = with_name_of(options.loss_fn, pure)
     word, entries = options.precision or state.precision, options.amp_policy
@@ -96,7 +98,8 @@ def in_precision(
     is_identity = dtype == jnp.float32 and not policy.may_leave_float32
     if is_identity and not options.averages:
         return pure
-    # A float32 loss is rewritten, too, so that one trace serves `observe` and the step.
+    # A float32 loss is rewritten, too, so that the same trace serves `observe` and the
+    # step.
     run = rewrite(
         pure,
         policy,
@@ -116,14 +119,16 @@ def fold_in(rngs: PyTree, data: Any) -> PyTree:
 def call_user_fn(
     options: Options, state: AmpTrainState, *inputs: PyTree, evaluate: bool = False
 ) -> tuple[PyTree, PyTree]:
-    """Returns what a function was given, parameters or module, and its result.
+    """Calls the user's function; returns its first argument and its result.
 
-    `inputs` are parameters, variables, the batch, keys, and further arguments.
+    The first argument is the tree of parameters, or the merged module for NNX. `inputs`
+    are parameters, variables, the batch, keys, and further arguments.
     """
     params, variables, batch, rngs, *args = inputs
     fn = options.loss_fn
-    # A loss that declares `state` sees the parameters of this pass: those are what is
-    # differentiated, and in mixed precision what is cast.
+    # A loss that declares `state` sees the parameters of this pass. The loss is
+    # differentiated with respect to these parameters, and in mixed precision these
+    # parameters are cast.
     state = state.replace(params=params, variables=variables)
     offered = {"state": state, "rngs": rngs}
     keywords = {key: offered[key] for key in declared_keywords(fn)}
@@ -131,8 +136,8 @@ def call_user_fn(
     if state.graphdef is None:
         target, out = state.params, fn(state.params, batch, *args, **keywords)
     else:
-        # A new model for each call, so that the caller's arrays stay what they are. Its
-        # changes are collected from it.
+        # Each call makes a new model, so that the caller's arrays stay as they are.
+        # `pure_loss` collects the changes from the new model.
         target = nnx.merge(state.graphdef, state.params, state.variables)
         if evaluate:
             target.eval()
@@ -151,7 +156,8 @@ def call_user_fn(
 def declared_keywords(fn: UserFn) -> list[str]:
     """Returns `state` and `rngs`, as far as `fn` declares them.
 
-    A default other than `None` counts as bound, as `functools.partial` binds it.
+    A keyword with a default other than `None` counts as bound, because
+    `functools.partial` binds a keyword in the same way.
     """
     declared = inspect.signature(fn).parameters
     found = [declared[name] for name in ("state", "rngs") if name in declared]
@@ -159,7 +165,7 @@ def declared_keywords(fn: UserFn) -> list[str]:
     return [p.name for p in found if any(p.default is x for x in unbound)]
 
 
-# What a loss returns
+# The result of a loss
 
 
 def check_loss(loss: PyTree, name: str, hint: str = "") -> None:
@@ -187,9 +193,9 @@ def split_aux(out: PyTree, has_aux: bool, name: str) -> tuple[Array, PyTree]:
 
 
 def merge_metrics(own: Metrics, measured: Metrics, aux: Metrics) -> Metrics:
-    """Returns the metrics of a step; one with the name of an earlier one is renamed.
+    """Returns the metrics of a step; a metric whose name is taken is renamed.
 
-    So a loss that returns itself in `aux`, as Flax's examples do, needs no change.
+    So a loss that returns its value in `aux`, as in Flax's examples, needs no change.
     """
     merged = dict(own)
     for source, found in ("metrics_fn", measured), ("aux", aux):
@@ -208,7 +214,7 @@ def _pop_collections(aux: Metrics, old: PyTree, name: str) -> PyTree:
             "expected them in aux['variables'], which updates the state. Return "
             "(loss, {'variables': updates})."
         )
-    # `jax.tree.map` sorts the keys of a dict, as those of the state are.
+    # `jax.tree.map` sorts the keys of a dict: the keys of the state are sorted, too.
     return jax.tree.map(lambda x: x, core.unfreeze(dict(aux.pop("variables", {}))))
 
 
@@ -231,10 +237,10 @@ def _pop_weight(aux: Metrics, name: str) -> Array | None:
 
 
 def _changes(old: PyTree, new: PyTree, name: str) -> PyTree:
-    """Returns new parameters or variables, `None` for those that did not change.
+    """Returns new parameters or variables, `None` for each leaf that did not change.
 
-    A leaf that the loss did not write is still the same object here. `amp` returns
-    another object.
+    The comparison is by identity, because a leaf that the loss did not write is still
+    the same object here, inside of the loss. Outside, `amp` returns new objects.
     """
     if changed := differences(old, new, describe):
         raise ValueError(

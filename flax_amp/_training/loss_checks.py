@@ -1,4 +1,4 @@
-"""Looks at the traced loss of a step, before `amp` rewrites it.
+"""Looks at the traced loss of a step, before `amp` rewrites the loss.
 
 The weight of a loss must have no derivative. A loss that is divided by a total of its
 examples should have a weight. And a parameter that the loss hands on unchanged is not
@@ -43,7 +43,8 @@ def observed_loss(options: Options, state: AmpTrainState) -> UserFn:
     def loss_fn(*inputs: PyTree) -> LossOutput:
         output = run(*inputs)
         if output.weight is not None and not observer.has_looked:
-            # A float32 loss that nothing averages was called as it is.
+            # A float32 loss without an average was called without a trace, so that
+            # `observer` has not seen the loss yet.
             call = FunctionalCall(pure, inputs, {})
             observer.check(trace_call(call, Policy({}), jnp.dtype(jnp.float32)))
         return observer.without_unchanged(output)
@@ -64,7 +65,7 @@ class _Observer:
         self._unchanged: set[int] = set()
 
     def check(self, traced: TracedCall) -> None:
-        """Checks the weight of a traced loss, or warns that it has none."""
+        """Checks the weight of a traced loss, or warns that the weight is missing."""
         self.has_looked = True
         jaxpr, _ = _compat.open_jaxpr(traced.closed)
         # Beside the result of the loss are the changes of its modules, of which a pure
@@ -81,7 +82,7 @@ class _Observer:
             self._warn_of_quotient(found[numbered.loss])
 
     def without_unchanged(self, output: LossOutput) -> LossOutput:
-        """Returns an output with `None` for what the loss has handed on."""
+        """Returns an output with `None` for arrays that the loss returns unchanged."""
         if not self._unchanged:
             return output
 
@@ -135,7 +136,9 @@ def _dependence_of(name: str) -> Dependence:
 def _unchanged(traced: TracedCall, numbered: Any) -> set[int]:
     """Returns the results that are parameters or variables as the loss got them.
 
-    A loss that hands them through a call, such as `nnx.remat`, returns other tracers.
+    If a parameter goes through a call, such as `nnx.remat`, the loss returns a new
+    tracer for the same parameter. So the results of the jaxpr are compared with the
+    inputs of the jaxpr, and not tracers with tracers.
     """
     origins = _origins(traced.closed)
     found = set[int]()
@@ -148,7 +151,10 @@ def _unchanged(traced: TracedCall, numbered: Any) -> set[int]:
 
 
 def _origins(closed: Jaxpr) -> list[int | None]:
-    """Returns the number of the input that each result of a jaxpr is, if it is one."""
+    """Returns the numbers of the inputs that the results of a jaxpr are.
+
+    The number is `None` for a result that is not an input.
+    """
     jaxpr, _ = _compat.open_jaxpr(closed)
     known: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
 

@@ -1,7 +1,8 @@
 """`make_nnx_train_step`: the training step of a model and its optimizer.
 
-It is the step of a train state: the state is read from the objects, and the new one is
-written back into them last of all, so an error leaves them as they were.
+This step is the step of a train state. The state is read from the objects, and the new
+state is written back into the objects last of all, so an error leaves the objects as
+they were.
 """
 
 import functools
@@ -43,33 +44,36 @@ def make_nnx_train_step(
 ) -> Callable[..., Metrics]:
     """Makes a training step that updates a model and its optimizer in place.
 
-    It does what the step of `make_train_step` does. The loss may write any variable of
-    the model, as `nnx.SpectralNorm` writes a kernel that trains: the written value is
-    kept, and the optimizer updates the written kernel. A step that is skipped changes
-    neither model nor optimizer, but for the optimizer's `step`, which counts skipped
-    steps, too, and the scaler and the counters of a `flax_amp.AmpOptimizer`.
+    The step does the same as the step of `make_train_step`. The loss may write any
+    variable of the model, as `nnx.SpectralNorm` writes a kernel that trains: the
+    written value is kept, and the optimizer updates the written kernel. A step that is
+    skipped changes neither model nor optimizer, but for the optimizer's `step`, which
+    counts skipped steps, too, and the scaler and the counters of a
+    `flax_amp.AmpOptimizer`.
 
     Args:
       loss_fn: `loss_fn(model, batch, *args)`, which returns a scalar float loss.
         Modules in the batch or in `args`, such as an `nnx.Rngs` or an
         `nnx.metrics.Metric`, are updated like the model, but neither train nor split.
-      precision: what to compute in. It wins over the `precision` of the optimizer. A
-        plain `nnx.Optimizer` tells none: for it, the default is "bf16-mixed".
+      precision: the precision to compute in, which wins over the `precision` of the
+        optimizer. A plain `nnx.Optimizer` has no precision: the default is then
+        "bf16-mixed".
       has_aux, amp_policy, reduce_in_float32, redo_on_nan, accum_steps, axis_name: see
         `make_train_step`.
       metrics_fn: `metrics_fn(model, grads, updates)`, as in `make_train_step`. `model`
         is a copy of the model before the update; `grads` and `updates` are an
-        `nnx.State` of what trains, as `nnx.grad` returns it.
-      donate: let the new arrays reuse the memory of the old ones, which are then
+        `nnx.State` of the variables that train, as from `nnx.grad`.
+      donate: let the new arrays reuse the memory of the old arrays, which are then
         deleted, also in an `nnx.clone` of the model: copy the arrays of a teacher.
       jit: compile the step, with `nnx.jit`.
 
     Returns:
       `train_step(model, optimizer, batch, *args) -> metrics`. The `wrt` of the
-      optimizer selects what trains. The metrics are those of `make_train_step`; without
-      a `flax_amp.AmpOptimizer` or an `optax.apply_if_finite`, there is no
-      `skipped_total`. Errors are those of `make_train_step`; float16 needs the scaler
-      of a `flax_amp.AmpOptimizer`.
+      optimizer selects the variables that train. The metrics are the same as with
+      `make_train_step`; without a `flax_amp.AmpOptimizer` or an
+      `optax.apply_if_finite`, there is no `skipped_total`. The step raises the same
+      errors as with `make_train_step`; float16 needs the scaler of a
+      `flax_amp.AmpOptimizer`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -114,7 +118,7 @@ def make_nnx_train_step(
         last = weakref.ref(optimizer)
         return metrics
 
-    if jit:  # as a function of `nnx.jit` has it
+    if jit:  # a function of `nnx.jit` has the attribute, too
         train_step.lower = step.lower  # type: ignore[attr-defined]
     return train_step
 
@@ -128,7 +132,8 @@ _CALL = (
 def _check_objects(model: Any, optimizer: Any) -> None:
     """Raises a TypeError unless these are a model and an optimizer."""
     for name, value in ("model", model), ("optimizer", optimizer):
-        # An old kind, which Flax will remove: it holds its model and updates that.
+        # An old class that Flax will remove. A `ModelAndOptimizer` holds its model and
+        # updates that model.
         if isinstance(value, getattr(nnx, "ModelAndOptimizer", ())):
             raise TypeError(
                 f"train_step: {name} is an nnx.ModelAndOptimizer; expected {_CALL}."
@@ -145,8 +150,8 @@ def _step(
     options: Options, model: nnx.Module, optimizer: Any, batch: PyTree, *args: PyTree
 ) -> Metrics:
     others, (batch, args) = take_out((batch, args))
-    # What several of them share has its path in the one that sorts first: `model`,
-    # `others`, `optimizer`.
+    # A Variable that several objects share gets its path from the object that sorts
+    # first: the order is `model`, `others`, `optimizer`.
     modules = nnx.Dict(model=model, others=nnx.List(others))
     objects = nnx.Dict(modules=modules, optimizer=optimizer)
     state = bare_state(_ObjectsState, objects=objects, **_fields_of(objects))
@@ -174,9 +179,9 @@ def _adapted(options: Options, objects: nnx.Dict) -> Options:
 
 
 class _ObjectsState(AmpTrainState):
-    """A model, the modules beside it and their optimizer as a state, for one step."""
+    """A model, the modules of the call and the optimizer as a state for one step."""
 
-    rest: PyTree  # what an optimizer holds beside the step and its state
+    rest: PyTree  # variables of the optimizer, without `step` and `opt_state`
     objects: nnx.Dict = struct.field(pytree_node=False)
 
     def apply_gradients(  # type: ignore[override]
@@ -202,7 +207,7 @@ class _ObjectsState(AmpTrainState):
         extra = taken_by(optimizer.tx.update, {"grad": grads, **extra_args})
         if isinstance(optimizer, AmpOptimizer):
             extra["finite"] = finite
-        # A subclass may have an `update` that takes none.
+        # A subclass may have an `update` that takes no extra arguments.
         extra = taken_by(optimizer.update, extra)
         return self.replace(**_fields_of(without_refused(updated, extra)))
 

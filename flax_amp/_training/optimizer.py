@@ -1,4 +1,4 @@
-"""The optimizer of a run: it skips by itself, and is asked for its hyper-parameters."""
+"""The optimizer of a run, which skips by itself, and its hyper-parameters."""
 
 import contextlib
 import dataclasses
@@ -45,9 +45,11 @@ class SkipState(optax.ApplyIfFiniteState):
 class _Skipping:
     """An optimizer whose updates are skipped if they are not finite.
 
-    It selects, where `optax.apply_if_finite` branches, and gives up after some skips,
-    which the scaler needs to find its scale. It is static data, not a pair of closures:
-    two states of one optimizer share a compiled step.
+    This class selects, where `optax.apply_if_finite` branches. And this class never
+    gives up, where `optax.apply_if_finite` applies an update that is not finite after
+    some skips in a row: the scaler needs many skips in a row to find its scale. An
+    instance is static data, not a pair of closures: two states with the same optimizer
+    share a compiled step.
     """
 
     inner: Any
@@ -115,7 +117,10 @@ def counted(state: Any, finite: Array) -> dict[str, Array]:
 
 
 def skipping(tx: Any, params: PyTree) -> tuple[Any, ...]:
-    """Returns what makes the state of an optimizer that skips, and what updates it."""
+    """Returns two optimizers that skip: the first makes the state, the second updates.
+
+    For an optimizer of optax, the two are the same object.
+    """
     if not isinstance(tx, Optimizer):
         made = jax.eval_shape(tx.init, _floats(params))
         if not isinstance(made, optax.ApplyIfFiniteState):
@@ -123,9 +128,10 @@ def skipping(tx: Any, params: PyTree) -> tuple[Any, ...]:
         return tx, tx
     if tx.opt_state is None and tx._factory is optax.apply_if_finite:
         tx = tx.inner
-    # What updates a pytree optimizer is the same for all of them. The functions of one
-    # would be a static field with its hyper-parameters: each state would compile again,
-    # and tracers would leak out of a `create` under `vmap`.
+    # `update_state` is the same function for all pytree optimizers. A function that
+    # belongs to a single optimizer would be a static field with the hyper-parameters of
+    # that optimizer: each state would compile again, and tracers would leak out of a
+    # `create` under `vmap`.
     init = (lambda _: tx) if tx.opt_state is not None else tx.init
     make: Any = optax.GradientTransformationExtraArgs
     return _Skipping(make(init, update_state)), _Skipping(make(None, update_state))
@@ -133,7 +139,7 @@ def skipping(tx: Any, params: PyTree) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def naming_missing_arguments(caller: str) -> Iterator[None]:
-    """If an optimizer lacks an extra argument, the error says what a step gives it."""
+    """If an optimizer misses an extra argument, the error names the given arguments."""
     try:
         yield
     except TypeError as error:
@@ -158,7 +164,8 @@ def store_in_half(params: PyTree, tx: Any) -> tuple[PyTree, Any]:
     """Returns parameters in bfloat16, and the optimizer that rounds them.
 
     Parameters with fewer than two dimensions, and Flax's fp8 statistics, stay as they
-    are. The optimizer is put in `small_state`, unless that is its outermost part.
+    are. The optimizer is put in `small_state`, unless `small_state` is the outermost
+    part of the optimizer already.
     """
 
     def stored(keys: Any, leaf: Any) -> Any:
@@ -181,10 +188,10 @@ def store_in_half(params: PyTree, tx: Any) -> tuple[PyTree, Any]:
 class AmpOptimizer(nnx.Optimizer):
     """An `nnx.Optimizer` for mixed precision: all that a run holds beside its model.
 
-    `nnx.state((model, optimizer))` is all there is to save. Its `update`, for loops of
-    your own, skips gradients that are not finite. That of a subclass hands its keywords
-    on. `step`, `opt_state`, `scaler` and `precision` are as in `AmpTrainState`, the
-    arrays as Variables.
+    A checkpoint needs no more than `nnx.state((model, optimizer))`. The method
+    `update`, for loops of your own, skips gradients that are not finite. The `update`
+    of a subclass should pass its keywords on. `step`, `opt_state`, `scaler` and
+    `precision` are as in `AmpTrainState`, the arrays as Variables.
 
     Example:
       >>> import optax
@@ -212,15 +219,15 @@ class AmpOptimizer(nnx.Optimizer):
         super().__init__(model, making, wrt=wrt)
         self.tx = updating
         self.scaler = first_scaler(self.precision) if scaler is None else scaler
-        # The `init` of an optimizer may return the parameters themselves, and one
-        # buffer must not be donated twice.
+        # The `init` of an optimizer may return the parameters themselves, and no
+        # buffer may be donated twice.
         nnx.update(self, jax.tree.map(_tree.strong_copy, nnx.state(self)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute; a scaler such as `init_scaler()` becomes Variables."""
         if name == "scaler":
             new = check_scaler(pure(value), "AmpOptimizer: scaler", wait=True)
-            # Copies, because a step deletes what it is given.
+            # Copies, because a step deletes the arrays of the optimizer.
             value = nnx.data({k: OptState(_tree.own(x)) for k, x in new.items()})
         if name == "precision":
             value = long_word(value, "AmpOptimizer: precision")
@@ -274,8 +281,10 @@ def replace_hyperparams(
 def _holders(opt_state: PyTree) -> dict[str, Any]:
     """Returns pytree optimizers, and the values that optax injects, outside first.
 
-    They are by what precedes their names: nothing if there is one, otherwise the keys
-    of dicts on the way, such as the labels of `optax.multi_transform`, or numbers.
+    The keys of the result are the prefixes of the names of hyper-parameters. A single
+    optimizer has an empty prefix. Several optimizers have the keys of the dicts on the
+    way to them, such as the labels of `optax.multi_transform`, or numbers if a prefix
+    is empty or occurs twice.
     """
     found: dict[Any, Any] = {}  # by their paths
     leaves = tree_leaves_with_path(opt_state, lambda x: isinstance(x, Optimizer))

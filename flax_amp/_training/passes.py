@@ -1,14 +1,14 @@
-"""One pass over a batch: from the loss to unscaled gradients, the same on all devices.
+"""A pass over a batch: from the loss to unscaled gradients, the same on all devices.
 
 The loss is multiplied by the scale in float32, and its gradients are divided in float32
-by the scale that was used for them, not by the one that `update_scaler` makes from it.
-Then come the averages: over micro-batches one after the other, over devices at once.
+by the same scale, before `update_scaler` changes the scale. Then come the averages:
+over micro-batches in a loop, over devices at once.
 
 Parts of a batch have losses `L_i` and weights `w_i`, such as their numbers of tokens.
-The loss of the batch is `sum(w_i * L_i) / sum(w_i)`, and so are its gradients. A part
-of weight 0 has no tokens, and its loss is 0/0: a select leaves it out, because
-`0 * nan` is NaN. The weights multiply gradients, and not the loss before it is
-differentiated: a million tokens times a gradient of 1 overflow in float16.
+The loss of the batch is `sum(w_i * L_i) / sum(w_i)`, and its gradients are averaged in
+the same way. A part of weight 0 has no tokens, and its loss is 0/0: a select leaves the
+part out, because `0 * nan` is NaN. The weights multiply gradients, and not the loss
+before the differentiation: a million tokens times a gradient of 1 overflow in float16.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from flax_amp._training.scaler import Scaler, scale_loss, unscale_grads
 
 
 class PassResult(NamedTuple):
-    """The result of one forward and backward pass over a batch or a micro-batch."""
+    """The result of a forward and backward pass over a batch or a micro-batch."""
 
     grads: PyTree  # unscaled, float32; `None` for parameters without a gradient
     overwrite: PyTree  # fp8 statistics that Flax passes on as gradients, mostly `None`
@@ -44,7 +44,7 @@ def run_passes(
     args: tuple[PyTree, ...],
     scaler: Scaler,
 ) -> PassResult:
-    """Returns the gradients of one batch, over all micro-batches and devices.
+    """Returns the gradients of a batch, over all micro-batches and devices.
 
     `inputs` are parameters, variables and keys.
     """
@@ -74,7 +74,8 @@ def run_passes(
     if options.accum_steps == 1:
         result = one_pass(params, variables, batch)
     else:
-        # The carry of a scan must vary over the axes of what is added to it.
+        # The carry of a scan must vary over the same axes as the gradients that the
+        # body adds to the carry.
         floating, _ = _tree.partition(params, _is_differentiated)
         zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(floating)[0])
         zeros = mark_varying(zeros, axis_name)
@@ -92,9 +93,10 @@ def run_passes(
 
 
 def _is_differentiated(param: Any) -> bool:
-    """Whether a loss is differentiated by a parameter as it sees it.
+    """Whether a loss is differentiated with respect to a parameter.
 
-    Those in half precision are the ones that no step changes (`untrained.py`).
+    `param` has the dtype in which the loss sees the parameter. A parameter that is
+    still in half precision is a parameter that no step changes (`untrained.py`).
     """
     return _tree.is_inexact_array(param) and not _tree.is_half(param)
 
@@ -107,7 +109,7 @@ def _fold_in_if_key(leaf: Any, data: Array) -> Any:
     return folded.reshape(leaf.shape)
 
 
-# One micro-batch
+# A micro-batch
 
 
 def run_pass(
@@ -138,9 +140,9 @@ def run_pass(
 def _without_writes_if_empty(
     result: PassResult, params: PyTree, variables: PyTree
 ) -> PassResult:
-    """Puts back what a pass of weight 0 has written; `_weigh` leaves out its numbers.
+    """Undoes the writes of a pass of weight 0; `_weigh` leaves out its numbers.
 
-    `params` and `variables` are those before the pass.
+    `params` and `variables` are the parameters and variables before the pass.
     """
     output = result.output
     if output.weight is None:
@@ -168,7 +170,7 @@ def _split_overwrite(grads: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def complete_grads(result: PassResult, params: PyTree) -> PyTree:
-    """Returns a gradient for every parameter, in its dtype: zeros without one."""
+    """Returns gradients of all parameters, in their dtypes: zeros where none exists."""
     grads = result.grads
     if result.overwrite is not None:
         grads = {**grads, OVERWRITE_WITH_GRADIENT: result.overwrite}
@@ -196,12 +198,13 @@ def _accumulate(
     batch: PyTree,
     accum_steps: int,
 ) -> PassResult:
-    """Averages losses and gradients; each pass starts with what the last one left.
+    """Averages losses and gradients over micro-batches.
 
+    A pass starts with the parameters and variables that the previous pass has written.
     `start` are zeros for the gradients, the parameters and the variables.
     """
-    # Only its structure is used (`None` where nothing changed): the arrays come from
-    # the scan.
+    # The output of the last pass. Only the structure of `last` is used (`None` where
+    # nothing changed): the arrays come from the scan.
     last: Any = None
     modules, arrays = take_out(batch)  # they hold no examples
 
@@ -252,7 +255,7 @@ def _accumulate(
 
 
 def _weigh(tree: PyTree, weight: Array | None) -> PyTree:
-    """Multiplies each array by a weight; where that is 0 the result is 0."""
+    """Multiplies each array by a weight; where the weight is 0, the result is 0."""
     if weight is None:
         return tree
     return jax.tree.map(lambda x: jnp.where(weight != 0, weight * x, 0), tree)
@@ -261,10 +264,11 @@ def _weigh(tree: PyTree, weight: Array | None) -> PyTree:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Placeholder:
-    """Stands for a module. It is static, so no transformation changes it."""
+    """Stands for a module. A placeholder is static, so transformations keep it."""
 
 
-# Of these, an NNX step has put placeholders into the batch already.
+# Placeholders are in the list because an NNX step has put placeholders into the batch
+# already.
 _MODULES = nnx.Pytree, nnx.Variable, _Placeholder
 
 
@@ -312,7 +316,7 @@ def _has_reduce(node: object) -> bool:
 def mark_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Marks arrays as device-varying, where `shard_map` keeps track of that.
 
-    Marked parameters get one gradient for each device; JAX would otherwise sum them. A
+    Marked parameters get a gradient for each device; JAX would otherwise sum them. A
     marked loss has the same derivative whether or not the user has reduced it already.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -334,9 +338,9 @@ def average_over_devices(
 ) -> PassResult:
     """Makes the result of this device the same on every device of the mapped axes.
 
-    A device of weight 0 counts for nothing. An inf or a NaN of any other device reaches
-    all of them, so all devices decide alike. `params` and `variables` are those before
-    the pass, the same on every device.
+    A device of weight 0 counts for nothing. An inf or a NaN of any device with another
+    weight reaches all devices, so all devices decide alike. `params` and `variables`
+    are the parameters and variables before the pass, the same on every device.
     """
     if axis_name is None:
         return result
@@ -368,7 +372,8 @@ def average_over_devices(
         return largest(leaf)
 
     def average_variable(new: Any, old: Array) -> Any:
-        # Each device has folded its index into its keys: the old key is the common one.
+        # Each device has folded its index into its keys: only the old key is the same
+        # on all devices.
         if new is None or _tree.is_key(old):
             return None
         if not _tree.is_inexact_array(new):

@@ -19,15 +19,17 @@ from flax_amp.optim._skip_spikes import spikes_in_a_row
 
 
 class StuckError(RuntimeError):
-    """Raised by `check_progress` when one step after the other is skipped."""
+    """Raised by `check_progress` when too many steps in a row are skipped."""
 
 
-# The search for a scale from 2**24 down to 2**-24 skips 48 steps.
+# The search for a scale from 2**24 down to 2**-24, by factors of 2, skips 48 steps.
 _MAX_SKIPS_IN_SEARCH = 50
-# A few bad batches in a row are no reason to stop a run.
+# The limit without a search for a scale: a few bad batches in a row are no reason to
+# stop a run.
 _MAX_SKIPS = 20
 
-# With its default window, `skip_spikes` takes a new level for normal after 64 spikes.
+# `skip_spikes` takes a new level for normal after half a window of spikes, which is 64
+# with its default window of 128. So 100 spikes in a row are no new level.
 _MAX_SPIKES = 100
 _SPIKES = (
     "The loss or a norm is finite and far above the recent ones: "
@@ -45,25 +47,27 @@ def check_progress(
     *,
     max_skips: int | None = None,
 ) -> None:
-    """Raises an error if one step after the other is skipped.
+    """Raises an error if too many steps in a row are skipped.
 
     The scaler finds its scale by skipping steps, so a step never raises an error. Where
     no scale helps, the parameters never change again. Call this function every N steps,
-    where you log metrics: it waits for the state and fetches a few numbers.
+    where you log metrics: the call waits for the state and fetches a few numbers.
 
     Args:
       state: the `AmpTrainState` that the last step returned, or the `AmpOptimizer`, or
         the pair `(model, optimizer)`. Of several copies (`pmap`), runs (`vmap`) or
         steps (a scan), the largest numbers count.
-      metrics: the metrics of the last step, which tell what is not finite; and which
-        gradients, if they hold those of `flax_amp.metrics.finite_by_leaf`.
-      max_skips: how many steps in a row may be skipped. The default is 50 while the
-        scale may fall, whose search may take 48 steps, 100 for steps that
-        `optim.skip_spikes` has skipped, or else 20.
+      metrics: the metrics of the last step, which tell whether the loss, the gradients
+        or the updated variables are not finite. If the metrics of
+        `flax_amp.metrics.finite_by_leaf` are among them, the error names the gradients.
+      max_skips: the number of skipped steps in a row at which the error is raised. The
+        default is 50 while a lower scale may help, because the search for a scale may
+        take 48 steps; 100 for steps that `optim.skip_spikes` has skipped; and 20
+        otherwise.
 
     Raises:
-      StuckError: with the cause, and the call of `find_nonfinite` that says where it
-        is. The state is that of the last finite step.
+      StuckError: with the cause, and the call of `find_nonfinite` that says where the
+        cause is. The state is the state after the last finite step.
       TypeError, ValueError: if an argument is none of these.
       RuntimeError: if a later step has deleted `state`.
 
@@ -75,7 +79,7 @@ def check_progress(
     (numbers, call, params), metrics = _read(state), metrics or {}
     check_not_deleted("check_progress", "state", state)
     measured = {key: metrics[key] for key in ("loss", "grad_norm") if key in metrics}
-    # All numbers in one transfer, which waits for the step once.
+    # A single transfer of all numbers waits for the step only once.
     fetched = jax.device_get(numbers | measured)
     numbers = {key: np.max(x).item() for key, x in fetched.items()}
     cause, limit = _find_cause(numbers)
@@ -89,7 +93,7 @@ def check_progress(
 
 
 def _read(state: Any) -> tuple[dict[str, Any], str, PyTree]:
-    """Returns the numbers of a run, what `find_nonfinite` takes, and the parameters."""
+    """Returns numbers of a run, arguments of `find_nonfinite`, and the parameters."""
     model, held = state if type(state) is tuple and len(state) == 2 else (None, state)
     expected = "an AmpTrainState, an AmpOptimizer, or (model, optimizer)."
     check_type(held, AmpTrainState | nnx.Optimizer, "check_progress: state", expected)
@@ -117,17 +121,19 @@ def _read(state: Any) -> tuple[dict[str, Any], str, PyTree]:
 
 
 def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, int]:
-    """Returns why the last step was skipped, and how many may be skipped in a row."""
+    """Returns why the last step was skipped, and the default of `max_skips`."""
     loss, norm = numbers.get("loss"), numbers.get("grad_norm", np.nan)
-    # A step that is not finite after a spike leaves the number of spikes in a row.
+    # A step that is not finite after a spike does not change the number of spikes in a
+    # row, so spikes are the cause only if all steps in the row were spikes.
     if numbers.get("spikes", 0) >= numbers["in_a_row"] > 0:
         return _SPIKES, _MAX_SPIKES
     may_fall = numbers.get("adjust_factor", 1) > 1 and numbers["scaler"] > LOWEST
     limit = _MAX_SKIPS_IN_SEARCH if may_fall else _MAX_SKIPS
     if loss is None:
         return "Pass the metrics of the step to learn what is not finite.", limit
-    # In the order of the step: the gradients of a loss that is not finite are not
-    # finite either. If both are finite, something after them was to blame.
+    # The checks are in the order of the step: the gradients of a loss that is not
+    # finite are not finite either. If loss and gradients are finite, the step was
+    # skipped because of the updated variables.
     if not np.isfinite(loss):
         return "The loss is not finite, which no loss scale changes.", _MAX_SKIPS
     if np.isfinite(norm):

@@ -26,13 +26,13 @@ def dynamic_scale_value_and_grad(
 ) -> UserFn:
     """Like `jax.value_and_grad`, with the loss scaled and the gradients unscaled.
 
-    The loss is multiplied by the scale in float32. The gradients are divided by it in
-    float32 and then cast to the dtype of their parameters. The value is the unscaled
-    loss, in its own dtype. The caller decides whether to skip a step:
+    The loss is multiplied by the scale in float32. The gradients are divided by the
+    scale in float32 and then cast to the dtype of their parameters. The value is the
+    unscaled loss, in its own dtype. The caller decides whether to skip a step:
     `flax_amp.all_finite((loss, grads))` says if the result is finite.
 
     Args:
-      fun: function of pytrees to differentiate; it returns a scalar float loss.
+      fun: the function of pytrees to differentiate. `fun` returns a scalar float loss.
       has_aux: as in `jax.grad`: `fun` returns `(loss, aux)`.
       redo_on_nan, axis_name: as in `flax_amp.make_train_step`.
       filter: if True, only the floating and complex array leaves of the
@@ -42,14 +42,14 @@ def dynamic_scale_value_and_grad(
       **kwargs: further arguments of `jax.value_and_grad`, such as `argnums`.
 
     Returns:
-      A function that behaves like the output of `jax.value_and_grad`, except that it
-      needs the keyword argument `dynamic_scaler_state` and returns
+      A function that behaves like the output of `jax.value_and_grad`, except that the
+      function needs the keyword argument `dynamic_scaler_state` and returns
       `(new_state, (value, grads))`, or `(new_state, ((value, aux), grads))`.
 
     Raises:
       TypeError, ValueError: if the loss is not a scalar float, if an argument is an
-        `nnx.Module`, if `argnums` selects what cannot be differentiated, or if a value
-        of the scaler is out of its range.
+        `nnx.Module`, if `argnums` selects an argument that cannot be differentiated, or
+        if a value of the scaler is out of its range.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,11 +1,11 @@
 """The dynamic loss scaler: a plain dict of four 0-d arrays.
 
-It is data, hyper-parameters included, so a sweep over settings compiles once. bfloat16
+The scaler is data, hyper-parameters included, so a sweep compiles only once. bfloat16
 and float32, which need no scaling, have the same dict, with an `adjust_factor` of 1.
 
-The scale falls only when a lower scale can help: a loss that is not finite would be so
-at every scale. Flax and jaxamp lower the scale then, too, so a few bad batches drive it
-to its lower limit.
+The scale falls only when a lower scale can help: a loss that is not finite is not
+finite at any scale. Flax and jaxamp lower the scale even for such a loss, so a few bad
+batches drive the scale to its lower limit.
 """
 
 import warnings
@@ -25,10 +25,12 @@ from flax_amp.policy import Precision, read_precision
 
 Scaler = dict[str, Array]
 
-# The least number of float16, and its inverse: no run needs a scale beyond them.
+# The least positive number of float16, and its inverse: no run needs a scale outside of
+# these limits.
 LOWEST, HIGHEST = 2.0**-24, 2.0**24
 
-# For each key: the dtype, and between which numbers a value must lie.
+# For each key: the dtype, the lowest value and the highest value. The largest number of
+# int32 is `2**31 - 1`.
 KEYS: dict[str, tuple[DTypeLike, float, float]] = {
     "scaler": (jnp.float32, LOWEST, HIGHEST),
     "count": (jnp.int32, 0, 2**31 - 1),
@@ -39,17 +41,18 @@ KEYS: dict[str, tuple[DTypeLike, float, float]] = {
 
 def init_scaler(
     *,
-    scaler: ArrayLike = 2.0**15,
+    scaler: ArrayLike = 2.0**15,  # the three defaults are the same as in jaxamp
     patience: ArrayLike = 2000,
     adjust_factor: ArrayLike = 2.0,
 ) -> Scaler:
     """Makes a dynamic loss scaler. Powers of two make scaling exact.
 
     Args:
-      scaler: the first scale, between 2**-24 and 2**24, where it always stays.
-      patience: the number of finite steps to wait; the scale grows on the next one.
+      scaler: the first scale. The scale always stays between 2**-24 and 2**24.
+      patience: the number of finite steps to wait; the scale grows on the next finite
+        step.
       adjust_factor: the factor, at least 1, by which the scale grows or falls. With 1
-        it never does.
+        the scale never changes.
 
     Returns:
       A dict of 0-d strongly typed arrays: `scaler` and `adjust_factor` float32,
@@ -67,7 +70,7 @@ def init_scaler(
     return check_scaler(given, "init_scaler", wait=True)
 
 
-DynamicScalerState = init_scaler  # the name that jaxamp has for it
+DynamicScalerState = init_scaler  # the name of the scaler in jaxamp
 
 
 def static_scaler(scale: ArrayLike) -> Scaler:
@@ -81,7 +84,7 @@ def no_scaler() -> Scaler:
 
 
 def first_scaler(precision: Precision, given: Any = None, name: str = "") -> Scaler:
-    """Returns the scaler that a run starts with: a given one, or by the precision."""
+    """Returns the first scaler of a run: a given scaler, or one for the precision."""
     if given is not None:
         return check_scaler(given, name, wait=True)
     is_float16 = read_precision(precision)[0] == jnp.float16
@@ -93,9 +96,9 @@ def check_scaled(
 ) -> None:
     """Warns of a step in float16 whose scale is at most 1 and never moves.
 
-    The precision that a step was `asked` for wins over the one that the state `held`.
-    If there is no scaler at all, it raises a TypeError. It waits for the scaler on the
-    device. Traced values tell nothing.
+    The precision `asked` of the step wins over the precision `held` by the state. A
+    step without any scaler raises a TypeError. The check waits for the scaler on the
+    device. A traced scaler is not checked.
     """
     if read_precision(asked or held)[0] != jnp.float16:
         return
@@ -115,7 +118,7 @@ def check_scaled(
     if isinstance(factor, jax.core.Tracer | None):
         return
     if np.all((np.asarray(scaler["scaler"]) <= 1) & (np.asarray(factor) == 1)):
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=3)  # the line that calls `train_step`
 
 
 def scale_loss(loss: Array, state: Mapping[str, Any]) -> Array:
@@ -126,7 +129,7 @@ def scale_loss(loss: Array, state: Mapping[str, Any]) -> Array:
 def unscale_grads(grads: PyTree, state: Mapping[str, Any]) -> PyTree:
     """Divides gradients, any pytree, by their scale, in float32 at least.
 
-    `state` is the scaler that `scale_loss` used for them, not the updated one.
+    `state` is the scaler that `scale_loss` used for the loss, not the updated scaler.
 
     Example:
       >>> scaler = static_scaler(4.0)
@@ -135,7 +138,7 @@ def unscale_grads(grads: PyTree, state: Mapping[str, Any]) -> PyTree:
       >>> float(unscale_grads(jnp.float16(8), scaler))
       2.0
     """
-    # XLA fuses one multiplication for each leaf with the cast around it.
+    # XLA fuses a multiplication for each leaf with the cast around the multiplication.
     factor = 1.0 / check_scaler(state)["scaler"]
     return jax.tree.map(
         lambda g: _tree.widen(g) * factor if _tree.is_inexact(g) else g, grads
@@ -150,15 +153,17 @@ def update_scaler(
 ) -> Scaler:
     """Raises or lowers the scale after one step.
 
-    If loss and gradients are finite, `count` goes up by one, or, if it has reached
+    If loss and gradients are finite, `count` goes up by 1; but if `count` has reached
     `patience` already, the scale is multiplied by `adjust_factor` and `count` starts
-    again. If only the gradients are not finite, the scale is divided by
-    `adjust_factor`, and `count` starts again. If the loss is not, nothing changes.
+    again at 0. If only the gradients are not finite, the scale is divided by
+    `adjust_factor`, and `count` starts again at 0. If the loss is not finite, nothing
+    changes.
 
     Args:
       state: a scaler, as from `init_scaler`.
       grads_finite: bool[], True when the gradients are finite on every device.
-      loss_finite: bool[], the same of all that the forward pass computes.
+      loss_finite: bool[], True when the loss and all other results of the forward pass
+        are finite on every device.
 
     Raises:
       ValueError: if a key is missing or unknown, or a Python number out of its range.
@@ -186,7 +191,7 @@ def update_scaler(
 def check_scaler(state: Any, name: str = "scaler", *, wait: bool = False) -> Scaler:
     """Returns a scaler of strongly typed arrays, after checking it.
 
-    Values of arrays on the device are checked only with `wait`, traced ones never.
+    Values of arrays on the device are checked only with `wait`, tracers never.
     """
     is_dict = isinstance(state, Mapping)
     if not is_dict or state.keys() != KEYS.keys():

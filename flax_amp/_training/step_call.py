@@ -1,4 +1,4 @@
-"""The call of a step that donates its state: its memory becomes that of the new one."""
+"""The call of a step whose donated state gives its memory to the new state."""
 
 import contextlib
 import re
@@ -12,7 +12,8 @@ from flax_amp import _tree
 from flax_amp._training import Array, PyTree
 from flax_amp._training.arguments import first_foreign
 
-# How the errors of JAX begin. That of a user's callback may hold the same words later.
+# The patterns match the beginnings of JAX's errors. The error of a user's callback may
+# hold the same words later in its text.
 _DELETED = re.compile("Array has been deleted|INVALID_ARGUMENT: .*deleted or donated")
 _DONATED = re.compile("(INVALID_ARGUMENT: )?[^:]*(donate the same|previously donated)")
 _FOREIGN = re.compile("Error interpreting argument to|.*not a valid JAX type")
@@ -24,9 +25,10 @@ _HINT = (
 
 
 def copy_aliases(donated: PyTree, others: PyTree) -> PyTree:
-    """Copies each array of `donated` that stands there twice, or also in `others`.
+    """Copies each array that `donated` holds twice, or that `others` holds as well.
 
-    JAX refuses to donate those. With several devices they end the process on CPUs.
+    JAX refuses to donate such an array. With several devices, the donation of such an
+    array ends the process on CPUs.
     """
     seen = set(map(id, jax.tree.leaves(others)))
 
@@ -40,7 +42,7 @@ def copy_aliases(donated: PyTree, others: PyTree) -> PyTree:
 
 @contextlib.contextmanager
 def naming_arrays(caller: str, **arguments: PyTree) -> Iterator[None]:
-    """If JAX refuses an argument of a step, the error says which one."""
+    """If JAX refuses an argument of a step, the error names the argument."""
     try:
         yield
     except TypeError as error:

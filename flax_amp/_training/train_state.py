@@ -26,27 +26,29 @@ from flax_amp.optim._extra_args import taking_any
 from flax_amp.optim._optimizer import check_optimizer
 from flax_amp.policy import Precision, long_word
 
-# The user's subclass of the state, which functions return as they got it.
+# The class of a state, often a subclass of the user's: functions keep this class.
 StateT = TypeVar("StateT", bound="AmpTrainState")
 
 
 class AmpTrainState(train_state.TrainState):
     """A train state for mixed precision, for Linen and for NNX models.
 
-    To add fields, subclass it, as you would `TrainState`. A skipped step leaves them as
-    they were. For what is not listed here, see `create`.
+    To add fields, make a subclass, as of `TrainState`. A skipped step does not change
+    the fields of a subclass. For fields that are not listed here, see `create`.
 
     Attributes:
       step: int32[], the number of steps, skipped ones included.
-      params: the float32 master weights, or bfloat16 with `param_dtype`; in half
-        precision also those that no step changes. For NNX a nested dict of arrays.
+      params: the float32 master weights, or bfloat16 with `param_dtype`. Parameters
+        that no step changes may be in half precision, too. For NNX a nested dict of
+        arrays.
       opt_state: an `optax.ApplyIfFiniteState`, which also has the fields of the state
         of the optimizer inside: `opt_state.hyperparams`, `opt_state.inner_states`.
-      variables: every other collection; of NNX, the state that does not train, such as
-        random streams and, with `wrt`, frozen parameters.
+      variables: the collections of a Linen model beside `params`; for NNX, the state
+        that does not train, such as random streams and, with `wrt`, frozen parameters.
       graphdef: the structure of the NNX model; `None` for Linen.
-      precision: the long word, which the steps follow. It is static: a run that is
-        resumed may change it.
+      precision: the long word, such as "bf16-mixed", which the steps follow. The word
+        is static and no part of a checkpoint: a run that is resumed may change the
+        word.
     """
 
     # These fields have no defaults, so that the fields of a subclass need none either.
@@ -79,33 +81,37 @@ class AmpTrainState(train_state.TrainState):
 
         Args:
           apply_fn: usually `model.apply` of a Linen model.
-          params: its parameters, float32. Those that no step changes, because of
-            `optax.set_to_zero` in an `optax.multi_transform`, may be bfloat16 or
-            float16 (`flax_amp.half_params`). The loss reads them as they are, and is
-            not differentiated by them: their gradient is zeros.
-          tx: an optimizer of optax or of `flax_amp.optim`. It is wrapped so that it
-            skips updates that are not finite, unless it is an `optax.apply_if_finite`
-            already. One of `flax_amp.optim` becomes a part of the state. If its `init`
-            was called, it continues from the state that it has.
-          model: an `nnx.Module`, instead of `params` and `variables`. It is copied;
-            `merge_model` returns the trained model.
+          params: the parameters of the model, float32. Parameters that no step changes,
+            because of `optax.set_to_zero` in an `optax.multi_transform`, may be
+            bfloat16 or float16 (`flax_amp.half_params`). The loss reads such parameters
+            without a cast and is not differentiated with respect to them: their
+            gradient is zeros.
+          tx: an optimizer of optax or of `flax_amp.optim`. The optimizer is wrapped, so
+            that updates that are not finite are skipped, unless the optimizer is an
+            `optax.apply_if_finite` already. An optimizer of `flax_amp.optim` becomes a
+            part of the state. If the `init` of the optimizer was called, the run
+            continues from the state that the optimizer has.
+          model: an `nnx.Module`, instead of `params` and `variables`. The model is
+            copied; `merge_model` returns the trained model.
           wrt: which variables of `model` train, as a filter of NNX: `nnx.LoRAParam`,
-            or a function of path and variable. The others go into `variables`, in the
-            dtype that they have.
-          variables: the other collections of a Linen model, `{"batch_stats": ...}`.
+            or a function of path and variable. The remaining variables of the model go
+            into `variables`, in their own dtype.
+          variables: the collections of a Linen model beside `params`, such as
+            `{"batch_stats": ...}`.
           rngs: PRNG keys by the name of their stream, `{"dropout": key}`.
-          precision: what the steps compute in, and the scaler that they start with.
+          precision: the precision of the steps, and the default of `scaler`.
             "bf16-mixed" and "32-true": bfloat16 or float32, unscaled. "16-mixed":
             float16 and `flax_amp.init_scaler()`. "fp8-mixed": bfloat16 with matmuls on
-            8-bit floats where it pays (`docs/fp8.md`). Or short, as "bf16".
-          param_dtype: in what to store the parameters: float32, or bfloat16 for those
-            with two or more dimensions. They are updated in float32, and rounded as
-            `flax_amp.optim.small_state` says. The loss sees them in float32.
-          scaler: another loss scaler than that of `precision`.
+            8-bit floats where fp8 pays (`docs/fp8.md`). Or short, as "bf16".
+          param_dtype: the dtype in which to store the parameters: float32, or bfloat16
+            for parameters with two or more dimensions. Such parameters are updated in
+            float32 and rounded as `flax_amp.optim.small_state` says. The loss sees them
+            in float32.
+          scaler: a loss scaler instead of the default of `precision`.
           **kwargs: the fields of a subclass.
 
         Raises:
-          TypeError, ValueError: if an argument is none of those above.
+          TypeError, ValueError: if an argument is of no kind listed above.
 
         Example:
           >>> import optax
@@ -175,11 +181,12 @@ class AmpTrainState(train_state.TrainState):
         """Returns the state after one update; see `flax.training.train_state`.
 
         Gradients that are not finite do not change the parameters. With `finite=True`
-        nothing is checked: so the training step calls it, which selects.
+        nothing is checked: the training step passes this flag, because the step selects
+        by itself.
 
         `extra_args`, such as `{"value": loss}`, are further arguments of the optimizer.
-        The gradients are added to them as `grad`. The optimizer gets the arguments that
-        its `update` takes.
+        The gradients are added to the extra arguments as `grad`. The optimizer gets the
+        arguments that its `update` takes.
         """
         tx = self.tx
         given = {} if finite is None else {"finite": finite}
@@ -221,9 +228,10 @@ class AmpTrainState(train_state.TrainState):
         return self.replace(opt_state=opt_state)
 
     def merge_model(self) -> nnx.Module:
-        """Returns a copy of the NNX model as it is now; training does not change it.
+        """Returns a copy of the NNX model with the current parameters and variables.
 
-        Parameters that are trained in bfloat16 are float32 in it.
+        Training does not change the copy. Parameters that are trained in bfloat16 are
+        float32 in the copy.
         """
         made = "a state made with create(model=...). Use state.apply_fn(...) instead."
         graphdef: Any = self.graphdef
@@ -238,7 +246,7 @@ def split_model(model: nnx.Module, wrt: nnx.filterlib.Filter) -> dict[str, Any]:
     """Returns `graphdef`, `params` and `variables` of a module, the last two as dicts.
 
     An `nnx.State` would hold Variable objects, which a merge outside of `jit` shares
-    and changes. With dicts, the paths on disk are those of a Linen model.
+    and changes. With dicts, the paths on disk are the same as for a Linen model.
     """
     graphdef, *states = nnx.split(model, wrt, ...)
     params, variables = map(nnx.to_pure_dict, states)
@@ -246,7 +254,7 @@ def split_model(model: nnx.Module, wrt: nnx.filterlib.Filter) -> dict[str, Any]:
 
 
 def bare_state(cls: type[StateT], **given: Any) -> StateT:
-    """Returns a state for one call, which holds nothing but what is given."""
+    """Returns a state for a single call. Fields that are not given are empty."""
     fields: dict[str, Any] = dict.fromkeys(("apply_fn", "tx", "opt_state"))
     fields |= dict(step=0, scaler={}, rngs={}, graphdef=None, precision="bf16-mixed")
     return cls(**fields | given)

@@ -40,7 +40,7 @@ _FOR_EVALUATION = (
 
 
 class TrainStep(Protocol):
-    """A training step: it returns a state of the class that it was given."""
+    """A training step, which returns a state of the same class as its argument."""
 
     def __call__(
         self, state: StateT, batch: PyTree, *args: PyTree
@@ -66,50 +66,56 @@ def make_train_step(
 
     The step offers its optimizer the extra arguments `value` and `loss` (both the
     loss), `grad` (the gradients) and `grad_norm`. The optimizer gets the arguments that
-    its `update` takes: that of `optax.contrib.reduce_on_plateau` takes `value`.
+    its `update` takes: `optax.contrib.reduce_on_plateau` takes `value`.
 
     Args:
       loss_fn: `loss_fn(params, batch, *args)`, or `loss_fn(model, batch, *args)` if
-        the state was made from an NNX model. It returns a scalar float loss. It may
-        also declare the keywords `state`, with the parameters and variables of this
-        pass, and `rngs`, `state.rngs` folded with `state.step`. A loss that is already
-        `flax_amp.amp(...)` is taken as it is, for options that the step does not have.
+        the state was made from an NNX model. `loss_fn` returns a scalar float loss, and
+        may also declare two keywords: `state`, with the parameters and variables of
+        this pass, and `rngs`, which is `state.rngs` folded with `state.step`. A loss
+        that is `flax_amp.amp(...)` already is not changed: use such a loss for options
+        that the step does not have.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is any pytree. The entries
         of a dict become metrics, but for two reserved keys. `"variables"` holds updated
         collections of a Linen model, as `apply` with `mutable=` returns them; the state
         of an NNX model is collected from the model itself. `"weight"`, a scalar number,
-        is the weight of this loss among those of other micro-batches and devices. For a
-        mean over tokens, it is their number. It has no derivative by the parameters.
-      precision: what to compute in. It wins over the `precision` of the state.
+        is the weight of this loss in the average over micro-batches and devices. For a
+        mean over tokens, the weight is the number of tokens. The weight must not have a
+        derivative with respect to the parameters.
+      precision: the precision to compute in, which wins over the `precision` of the
+        state.
       amp_policy, reduce_in_float32: see `flax_amp.amp`.
       redo_on_nan: how often at most to compute the same batch again with a lower
         scale, while the loss is finite, the gradients are not, and the scale can fall.
       accum_steps: the number of micro-batches. The leading axis of every leaf of the
         batch is split (every `accum_steps`-th example goes into the same micro-batch).
         The loss is `sum(w_i * L_i) / sum(w_i)` of the losses `L_i` and the weights
-        `w_i` of the micro-batches, in float32, and the gradients are those of this
-        quotient. Without `aux["weight"]`, each counts the same; the step then warns of
-        a loss in which it finds a division by a total of the examples. A micro-batch of
-        weight 0 contributes nothing. If the sum of the weights is not positive and
-        finite, the step is skipped, also with one micro-batch. Scalar float leaves of
-        `aux` are averaged by the same weights, nodes with a `reduce` method (clu
-        metrics) are reduced, and all other leaves come back stacked. A micro-batch
-        starts with the variables and parameters that the one before has written.
-      axis_name: mapped axis (of `shard_map`, `pmap` or `vmap`), or a tuple of them,
-        over which to average loss, gradients, written variables and parameters, and
-        scalar float leaves of `aux`: in float32, and by `aux["weight"]`, as over
-        micro-batches. Each device draws its own `rngs`. Use it with `jit=False` inside
-        the mapped function.
+        `w_i` of the micro-batches, in float32, and the gradients are the gradients of
+        this quotient. Without `aux["weight"]`, each micro-batch counts the same; the
+        step then warns of a loss that is divided by a total of the examples. A
+        micro-batch of weight 0 contributes nothing. If the sum of the weights is not
+        positive and finite, the step is skipped, also with a single micro-batch. Scalar
+        float leaves of `aux` are averaged by the same weights, nodes with a `reduce`
+        method (clu metrics) are reduced, and the remaining leaves come back stacked. A
+        micro-batch starts with the variables and parameters that the micro-batch before
+        has written.
+      axis_name: a mapped axis (of `shard_map`, `pmap` or `vmap`), or a tuple of mapped
+        axes, over which to average loss, gradients, written variables and parameters,
+        and scalar float leaves of `aux`: in float32, and by `aux["weight"]`, as over
+        micro-batches. Each device draws its own `rngs`. Use the step with `jit=False`
+        inside the mapped function.
       metrics_fn: `metrics_fn(state, grads, updates)`, traced into the step, returns a
-        dict of further metrics. `state` is the one before the update, `grads` are
-        unscaled and averaged, before `tx`, and `updates` are the new parameters minus
-        the old ones, all in float32, but zeros in half precision for parameters in half
-        precision that no step changes. In a skipped step they may hold infs and NaNs.
-      state_shardings: the shardings of the new state, as a state of shardings or as one
-        sharding for all leaves. On a mesh, pass those that the state was created with:
-        otherwise XLA chooses them, and may move a leaf that was replicated.
-      donate: let the new state reuse the memory of the old one, which is then deleted.
-        Copy a state that you want to keep: `jax.tree.map(jnp.copy, state)`.
+        dict of further metrics. `state` is the state before the update; `grads` are the
+        unscaled and averaged gradients before `tx`; `updates` are the new parameters
+        minus the old parameters. `grads` and `updates` are float32, but zeros in half
+        precision for parameters in half precision that no step changes. In a skipped
+        step, `grads` and `updates` may hold infs and NaNs.
+      state_shardings: the shardings of the new state, as a state of shardings or as a
+        single sharding for all leaves. On a mesh, pass the shardings with which the
+        state was created: otherwise XLA chooses the shardings, and may move a leaf that
+        was replicated.
+      donate: let the new state reuse the memory of the old state, which is then
+        deleted. Copy a state that you want to keep: `jax.tree.map(jnp.copy, state)`.
       jit: compile the step.
 
     Returns:
@@ -122,19 +128,19 @@ def make_train_step(
       - `scaler`: the scale of the next step.
       - `grad_norm`: the norm of the unscaled gradients, before any clipping.
       - `skipped_total`: the number of skipped steps.
-      - `spikes_total`: the number of steps that `optim.skip_spikes` skipped, if it is
-        part of the optimizer.
-      - `weight`: float32, the sum of the weights, if the loss returns one.
+      - `spikes_total`: the number of steps that `optim.skip_spikes` skipped, if
+        `optim.skip_spikes` is part of the optimizer.
+      - `weight`: float32, the sum of the weights, if the loss returns a weight.
       - `hyperparams/learning_rate` and so on, if `tx` is of `flax_amp.optim` or of
         `optax.inject_hyperparams`: the values that the last update used.
       - the entries of `metrics_fn`.
-      - the entries of `aux`, if it is a dict whose keys are strings; otherwise `aux`
+      - the entries of `aux`, if `aux` is a dict whose keys are strings; otherwise `aux`
         itself, as `aux`. An entry with the name of a metric that stands above becomes
         `metrics_fn/<name>` or `aux/<name>`.
 
     Raises:
-      TypeError, ValueError: if an argument is none of these; when called, if the state,
-        the batch, or what a function returns, is not what is expected.
+      TypeError, ValueError: if an argument is of no kind listed above; when called, if
+        the state, the batch or the result of a function is of a wrong kind.
       RuntimeError: when called, if an earlier step has deleted the state.
 
     Example:
@@ -170,7 +176,7 @@ def make_train_step(
         # Inside of `jit` the sharding of the old state is not known.
         donated, shardings = (0,) if donate else (), (state_shardings, None)
         step = jax.jit(step, donate_argnums=donated, out_shardings=shardings)
-    last: Any = None  # a reference to what the last call returned
+    last: Any = None  # a reference to the state that the last call returned
 
     @rewritten
     def train_step(
@@ -189,7 +195,7 @@ def make_train_step(
         last = weakref.ref(new)
         return new, metrics
 
-    # As a function of `jax.jit` has them.
+    # A function of `jax.jit` has these methods, too.
     for name in ("lower", "trace", "eval_shape", "clear_cache", "_cache_size"):
         if jit:
             setattr(train_step, name, getattr(step, name))
@@ -213,7 +219,7 @@ def make_eval_step(
 
     Returns:
       `eval_step(state, batch, *args)`, or `eval_step(model, batch, *args)`, which
-      returns what `fn` returns. It raises a TypeError if the state is neither an
+      returns the result of `fn`. The step raises a TypeError if the state is neither an
       `AmpTrainState` nor a module, and a ValueError if `fn` changes modules among its
       inputs.
 
@@ -233,7 +239,8 @@ def make_eval_step(
             inputs = params, variables, batch, rngs, *args
             return call_user_fn(options, state, *inputs, evaluate=True)[1]
 
-        # As in a training step: other numbers in each step, the same ones in a rerun.
+        # As in a training step, the random numbers differ from step to step, and the
+        # rerun of a step draws the same numbers.
         rngs = fold_in(state.rngs, state.step)
         function = in_precision(pure, options, state, recompute=False)
         params = params_of_loss(state.params, untrained(state))

@@ -1,11 +1,11 @@
-"""Which parameters in half precision no step changes: those are read as they are.
+"""Finds the parameters in half precision that no step changes.
 
-The base of a LoRA, a frozen tower or a table may be stored in half
-(`flax_amp.half_params`). Such a parameter has no gradient and no float32 copy, and the
-new state holds the array of the old one. Only the optimizer knows whether a step
-changes a parameter, and an optimizer is a pair of functions, also with
-`optax.set_to_zero` in an `optax.multi_transform`. So an update is traced, and the new
-parameter has to be the old one plus zeros:
+The base of a LoRA, a frozen tower or a table may be stored in half precision
+(`flax_amp.half_params`). The loss reads such a parameter without a cast. The parameter
+has no gradient and no float32 copy, and the new state holds the array of the old state.
+Only the optimizer knows whether a step changes a parameter, and an optimizer is a pair
+of functions, also with `optax.set_to_zero` in an `optax.multi_transform`. So an update
+is traced, and the new parameter has to be the old parameter plus zeros:
 
     u = broadcast_in_dim 0.0     zeros
     n = add p u                  `p`, unchanged
@@ -29,7 +29,8 @@ from flax_amp._training import PyTree
 from flax_amp._training.dependence import CALLS, takes_operands
 from flax_amp.optim._small_state import rounds_parameters
 
-# A variable is zeros, a parameter (its dtype, and its number), or anything else.
+# The value of a variable: zeros, a parameter (its dtype and its number), or `None` for
+# anything else.
 _ZEROS = "zeros"
 _Parameter = tuple[DType, int]
 _Value = str | _Parameter | None
@@ -44,9 +45,10 @@ _KEEPS_PARAMETER = frozenset("copy pvary sharding_constraint".split())
 
 
 def untrained(state: Any) -> PyTree:
-    """Returns a tree like the parameters: True for those in half that no step changes.
+    """Returns a tree of flags: True for half-precision parameters that no step changes.
 
-    `state` is an `AmpTrainState`. Nothing is traced if no parameter is in half.
+    `state` is an `AmpTrainState`. Nothing is traced if no parameter is in half
+    precision.
     """
     leaves, treedef = jax.tree.flatten(state.params)
     # Under `small_state` all bfloat16 parameters train: updates are rounded at random.
@@ -65,7 +67,7 @@ def untrained(state: Any) -> PyTree:
 
 
 def params_of_loss(params: PyTree, stays: PyTree) -> PyTree:
-    """Returns parameters as a loss sees them: those that train in float32."""
+    """Returns the parameters that a loss sees: parameters that train are float32."""
     return jax.tree.map(
         lambda leaf, stays: leaf if stays else _tree.float32_if_bfloat16(leaf),
         params,
@@ -74,7 +76,7 @@ def params_of_loss(params: PyTree, stays: PyTree) -> PyTree:
 
 
 def _unchanged(state: Any) -> list[bool]:
-    """Returns which parameters an update gives back unchanged, whatever it is given."""
+    """Returns a flag for each parameter: True if no update changes the parameter."""
     number = jax.ShapeDtypeStruct((), jnp.float32)
 
     # The whole state is an argument: a learning rate in it that is 0 now, as at the
@@ -125,7 +127,7 @@ def _equation(eqn: Eqn, operands: list[_Value]) -> list[_Value]:
 
 
 def _result(name: str, operands: list[_Value], aval: Any) -> _Value:
-    """Returns what an equation with one result gives."""
+    """Returns the value of the only result of an equation."""
     first, last = operands[0], operands[-1]
     if name == "select_n":
         return _common(operands[1:])
@@ -149,6 +151,6 @@ def _result(name: str, operands: list[_Value], aval: Any) -> _Value:
 
 
 def _common(values: Sequence[_Value]) -> _Value:
-    """Returns the value that all of some variables have, if it is one."""
+    """Returns the value that all variables share, or `None` if their values differ."""
     first, *others = values
     return first if all(x == first for x in others) else None

@@ -1,10 +1,11 @@
-"""Checkpoints: a manager, saving, and a restore that says what does not fit.
+"""Checkpoints: a manager, saving, and a restore that names the paths that do not fit.
 
-The state itself saves and restores with plain Orbax calls. This package adds what
-people otherwise write around them: `manager` opens Orbax's manager with defaults for
-training, `save` writes in the background, `restore` verifies what it reads and falls
-back to the newest intact step with a warning, `migrate` reads what other programs
-saved, and `verify` lists the steps of a directory. README.md in this folder says more.
+The state itself saves and restores with plain Orbax calls. This package adds the code
+that people otherwise write around those calls: `manager` opens Orbax's manager with
+defaults for training, `save` writes in the background, `restore` verifies the files
+before reading and falls back to the newest intact step with a warning, `migrate` reads
+the checkpoints of foreign programs, and `verify` lists the steps of a directory.
+README.md in this folder says more.
 """
 
 from flax_amp.checkpoint._damage import CheckpointSaveError as CheckpointSaveError

@@ -1,11 +1,12 @@
-"""What is damage and what is an outage: errors, and checksums of the files of a state.
+"""Damage and outages: their errors, and checksums of the files of a state.
 
-A file that is not there, or is not what our list of checksums says, is damage: a
-`CorruptCheckpointError`, and another step is restored. Whatever else fails (memory,
-permission, a connection) is an outage: an `OSError`, as the files may be intact.
+A file that is missing, or that differs from our list of checksums, is damage: the error
+is a `CorruptCheckpointError`, and another step is restored. Every further failure
+(memory, permission, a connection) is an outage: the error is an `OSError`, because the
+files may be intact.
 
-Orbax restores a flipped byte of an array without a word. So `write` lists the size and
-the CRC-32 of each file in the background, before Orbax commits a step:
+Orbax restores a flipped byte of an array without an error. So `write` lists the size
+and the CRC-32 of each file in the background, before Orbax commits a step:
 
     {"default/manifest.ocdbt": [114, 2745823021], ...}
 
@@ -24,8 +25,9 @@ from etils import epath
 from flax_amp._checks import first_of
 
 NAME = "flax_amp_checksums.json"
-ITEM = "default"  # CheckpointManager saves under this name what is not given another
+ITEM = "default"  # CheckpointManager saves an item without a name under this name
 
+# The files of a step are read in parallel.
 _THREADS = min(16, os.cpu_count() or 1)
 
 
@@ -38,16 +40,17 @@ class IncompleteError(CorruptCheckpointError):
 
 
 class CheckpointSaveError(RuntimeError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; all earlier checkpoints are unchanged."""
 
 
 class CheckpointWarning(UserWarning):
-    """Something was passed over, renamed, not saved, or is not what the code says."""
+    """A step was passed over, renamed or not saved, or differs from the code."""
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether an error says that there is no file: none, or something else instead."""
+    """Whether an error says that a path leads to no file, such as to a folder."""
     kinds = FileNotFoundError, IsADirectoryError, NotADirectoryError
+    # ELOOP: the path leads through a loop of links.
     return isinstance(error, kinds) or getattr(error, "errno", 0) == errno.ELOOP
 
 
@@ -65,6 +68,7 @@ def reason_of(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     name = type(error).__name__
     text = f"{name}: {lines[0]}" if lines else name
+    # A longer text keeps its start and its end: 150 + len(" ... ") + 145 = 300.
     return text if len(text) <= 300 else f"{text[:150]} ... {text[-145:]}"
 
 
@@ -80,15 +84,15 @@ def _files_of(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def write(step: epath.Path) -> None:
-    """Writes the list into the folder of a step that holds a state."""
-    # Every file in it counts, also what Orbax can do without.
+    """Writes the list of checksums into the folder of a step that holds a state."""
+    # Every file of the state counts, also a file that Orbax can do without.
     if (step / ITEM).is_dir():
         names = sorted(str(path.relative_to(step)) for path in _files_of(step / ITEM))
         (step / NAME).write_text(json.dumps(_checksums(step, names)))
 
 
 def check(step: epath.Path, part: slice) -> None:
-    """Raises an error unless a part of the files is as the list says."""
+    """Raises an error unless a part of the files agrees with the list of checksums."""
     try:
         listed = dict(json.loads(read_file(step / NAME)))
         names = sorted(listed)[part]
@@ -115,20 +119,19 @@ def read_file(path: epath.Path) -> bytes:
 
 
 def _checksums(step: epath.Path, names: list[str]) -> dict[str, list[int] | None]:
-    """Returns the size and the checksum of each file; `None` if it is not there."""
+    """Returns the size and the checksum of each file; `None` for a missing file."""
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(_of_file, (step / name for name in names))
         return dict(zip(names, found, strict=True))
 
 
 def _of_file(path: epath.Path) -> list[int] | None:
-    # Of all sums, this one of zlib (5 GB/s per core) is the fastest that sees every
-    # small change. A `mmap` would gain a fifth, but a failing disk would kill the
-    # process.
+    # `zlib.crc32` (5 GB/s per core) is the fastest checksum that sees every small
+    # change. A `mmap` would gain a fifth, but a failing disk would kill the process.
     size = value = 0
     try:
         with path.open("rb") as file:
-            while piece := file.read(2**18):  # which fits in the processor's cache
+            while piece := file.read(2**18):  # a piece fits in the processor's cache
                 value, size = zlib.crc32(piece, value), size + len(piece)
     except Exception as error:  # Clients of buckets have errors of their own.
         if is_missing(error):

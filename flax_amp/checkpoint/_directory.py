@@ -1,10 +1,11 @@
 """The directory of a manager: its path, local or in a bucket, and its only writer.
 
-Two runs that save into one directory by mistake delete and hide each other's steps. The
-lock is the operating system's (`flock`), so it ends with the process, however that
-ends. The managers of one process share it, and save one after the other. Systems and
-file systems without `flock` have no lock, nor have buckets: an object in one would
-still lock out others after a kill, and a lease needs a clock and a thread.
+Two runs that share a directory by mistake delete and hide each other's steps. The
+lock is the operating system's (`flock`), so the lock ends with the process, however the
+process ends. The managers of a process share the lock, and save in turn. Systems and
+file systems without `flock` have no lock. Buckets have no lock either: after a kill, an
+object in the bucket would still lock out every later run, and a lease needs a clock and
+a thread.
 """
 
 import os
@@ -26,13 +27,13 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".flax_amp.lock"
-# A scheme, which has two letters or more: `C:/` is a disk.
+# A scheme has two letters or more: `C:/` is a disk.
 _REMOTE = re.compile(r"\w[\w+.-]+:/")
 _EXPECTED = "a path, such as 'run' or pathlib.Path('run')"
 
 
 def finish_saving(manager: Any) -> epath.Path:
-    """Waits for a manager's last save and returns its directory, or that of a path."""
+    """Returns the directory of a manager, after its last save, or of a path."""
     if isinstance(manager, ocp.CheckpointManager):
         manager.wait_until_finished()
         manager = manager.directory
@@ -40,7 +41,7 @@ def finish_saving(manager: Any) -> epath.Path:
 
 
 def directory_of(path: Any, expected: str = _EXPECTED) -> epath.Path:
-    """Returns an absolute path, or a folder in a bucket, which is listed anew."""
+    """Returns an absolute path, or a folder in a bucket, without cached listings."""
     told = f"{expected}. Pass the folder of the steps."
     check_type(path, str | os.PathLike, "checkpoint: the directory", told)
     text = os.fspath(path)
@@ -67,8 +68,9 @@ def _in_bucket(text: str) -> epath.Path:
             "as 'gs://bucket/folder', from which pathlib.Path takes one of the slashes "
             "away. Orbax saves to no other storage."
         )
-    # With this cache, nothing is seen of what TensorStore or another process writes
-    # there. gcsfs has an option for it, but etils makes the file system.
+    # The cache of listings hides the files that TensorStore or another process writes
+    # into the bucket. gcsfs has an option without this cache, but etils makes the file
+    # system.
     listings = epath.backend.fsspec_backend.fs(text).dircache
     listings.use_listings_cache = False
     listings.clear()
@@ -80,17 +82,18 @@ def _in_bucket(text: str) -> epath.Path:
 
 
 class Lock:
-    """This process as the writer of a directory, while it is referred to."""
+    """This process as the writer of a directory, while this object is referred to."""
 
     def __init__(self, directory: str, lock: bool) -> None:
         self.is_locked = False  # no other process can have it
         self.mutex = threading.RLock()  # held while a manager starts a save
-        # Returns the manager that started the last save, if it still exists.
+        # Returns the manager that started the last save, if that manager still exists.
         self.last: Callable[[], Any] = lambda: None
         if not lock or fcntl is None or "://" in directory:
             return
         # The file is neither read nor written, so a foreign file is not harmed.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        # 0o666 is the mode of `open`, which the umask limits.
         file = os.open(os.path.join(directory, LOCK), flags, 0o666)
         weakref.finalize(self, os.close, file)
         try:
@@ -111,7 +114,11 @@ _mutex = threading.Lock()
 
 
 def acquire(directory: Any, *, lock: bool) -> Lock:
-    """Returns the lock of a directory that exists; without `lock`, only to share it."""
+    """Returns the lock of an existing directory; without `lock`, for this process only.
+
+    A process without `lock` shares the object between its managers, and leaves the lock
+    file to the first process of the run.
+    """
     path = os.fspath(directory)
     with _mutex:
         if (held := _held.get(path)) is None:

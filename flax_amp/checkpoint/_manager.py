@@ -34,8 +34,8 @@ _OWN = {"step_prefix", "step_format_fixed_length", "step_name_format"}
 _OWN |= {"async_options", "enable_async_checkpointing"}
 _LEFTOVER = re.compile(rf"(0|[1-9][0-9]*){re.escape(_steps.HALF)}")
 
-# CPython issue 113964: some versions start no thread once the last line has run. No
-# save can be finished then, so `save` waits.
+# CPython issue 113964: after the last line of a program, some versions start no thread.
+# No save can be finished then, so `save` waits in these versions.
 _STARTS_THREADS_AT_EXIT = not (3, 12) <= sys.version_info < (3, 12, 3)
 
 # The managers that have saved something.
@@ -43,7 +43,7 @@ _open: weakref.WeakSet[ocp.CheckpointManager] = weakref.WeakSet()
 
 
 class Manager(ocp.CheckpointManager):
-    """See `manager`. It saves what is newer than all that is intact on disk."""
+    """The result of `manager`: saves a state newer than every intact step on disk."""
 
     _held: _directory.Lock | None = None
     _closed = False
@@ -58,7 +58,8 @@ class Manager(ocp.CheckpointManager):
         self.best_metric, self.read_only = best_metric, options.read_only
         self._saved: set[int] = set()
         self._interval = options.save_interval_steps
-        options.enable_async_checkpointing = True  # Orbax has the hook only then.
+        # Orbax calls `post_finalization_callback` only in an asynchronous save.
+        options.enable_async_checkpointing = True
         options.async_options = ocp.AsyncOptions(
             # If a save fails at once while its directory is created in the background,
             # a thread keeps the process from ending for five minutes.
@@ -77,8 +78,9 @@ class Manager(ocp.CheckpointManager):
         _damage.write(half if half.exists() else self.directory / str(self._saving))
 
     def is_due(self, step: int, force: bool) -> bool:
-        """Whether a step is to be saved, if no intact one on disk is as new."""
-        if self._not_older(step):  # They may be damaged. Orbax would save nothing.
+        """Whether a step is to be saved, provided that no intact step is as new."""
+        # Orbax would save no step before these steps, which may be damaged.
+        if self._not_older(step):
             return force or step % self._interval == 0
         return force or bool(self.should_save(step))
 
@@ -91,7 +93,7 @@ class Manager(ocp.CheckpointManager):
             self._saving = step
             try:
                 saved = super().save(step, *args, force=force, **how)
-            except Exception as error:  # Orbax raises whatever its parts raise.
+            except Exception as error:  # Orbax raises any error of its parts.
                 raise self._failure(error) from error
             self._saved.add(step)
         _open.add(self)
@@ -101,7 +103,7 @@ class Manager(ocp.CheckpointManager):
 
     @contextlib.contextmanager
     def _as_writer(self) -> Iterator[None]:
-        """Makes this process the only writer, and reads anew what is on disk."""
+        """Makes this process the only writer, and lists the steps on disk again."""
         if self._closed:
             raise RuntimeError(
                 f"checkpoint.save: the manager of {self.directory} is closed; expected "
@@ -117,7 +119,8 @@ class Manager(ocp.CheckpointManager):
             for manager in filter(None, (lock.last(), self)):
                 manager.wait_until_finished()
             lock.last = weakref.ref(self)
-            if lock.is_locked:  # Nobody saves here now: these are of saves that failed.
+            # No process saves here now: half-written steps are from failed saves.
+            if lock.is_locked:
                 _remove_leftovers(self.directory)
             self.reload()
             yield
@@ -126,7 +129,10 @@ class Manager(ocp.CheckpointManager):
         return [other for other in self.all_steps() if other >= step]
 
     def _is_newest(self, step: int) -> bool:
-        """Whether no intact step is as new; damaged ones are renamed."""
+        """Whether no intact step is as new; then renames damaged steps that are as new.
+
+        A warning tells of an intact step that is as new, or of the renamed steps.
+        """
         others = self._not_older(step)[::-1]
         newest = next(filter(self._is_intact, others), None)
         if newest is not None:
@@ -136,8 +142,8 @@ class Manager(ocp.CheckpointManager):
         return newest is None
 
     def _set_aside(self, damaged: list[int], step: int) -> None:
-        # Orbax would save nothing before them, and count them among those to keep. They
-        # are not deleted: somebody may need them.
+        # Orbax would save no step before the damaged steps, and would count the damaged
+        # steps among the steps to keep. They are not deleted: somebody may need them.
         if jax.process_index() == 0:
             for other in damaged:
                 name = f"{other}.damaged-{time.time_ns()}"
@@ -157,7 +163,8 @@ class Manager(ocp.CheckpointManager):
             _steps.agreed(step.tree)
         except CorruptCheckpointError:
             return False
-        except ValueError:  # It is something else, or of another version.
+        # The step holds another item, or another version of flax_amp wrote the step.
+        except ValueError:
             pass
         return True
 
@@ -176,16 +183,18 @@ class Manager(ocp.CheckpointManager):
 
     def _warn(self, text: str) -> None:
         told = f"checkpoint.save: {self.directory}: {text}"
+        # The line that calls `checkpoint.save`: its frame is the sixth, after `_warn`,
+        # `_set_aside` or `_tell_of_newer`, `_is_newest`, `Manager.save` and `save`.
         warnings.warn(told, CheckpointWarning, stacklevel=6)
 
     def _failure(self, error: Exception) -> CheckpointSaveError:
-        """Returns the error that says that the last save failed, once."""
+        """Returns the error that reports the failure of the last save."""
         if isinstance(error, CheckpointSaveError):
-            return error
-        # Several writes of one save may fail.
+            return error  # `wait_until_finished` has made this error.
+        # Several writes of a save may fail.
         with contextlib.suppress(Exception):
             super().wait_until_finished()
-        # Orbax has taken the steps that were to be removed for removed already.
+        # Orbax already counts the steps that were to be removed as removed steps.
         self.reload()
         return CheckpointSaveError(
             f"checkpoint.save: {self.directory} could not be written: "
@@ -197,21 +206,21 @@ class Manager(ocp.CheckpointManager):
     def wait_until_finished(self) -> None:
         try:
             super().wait_until_finished()
-        except Exception as error:  # Orbax raises whatever its parts raise.
+        except Exception as error:  # Orbax raises any error of its parts.
             raise self._failure(error) from error
 
     def metrics(self, step: int) -> Any:
         try:
             return {str(k): float(x) for k, x in super().metrics(step).items()}
-        except Exception:  # A damaged file makes Orbax raise anything.
-            return None  # which counts as the worst
+        except Exception:  # A damaged file makes Orbax raise errors of any kind.
+            return None  # A step without metrics counts as the worst.
 
     def close(self) -> None:
         self._closed = True
         try:
             super().close()
         except CheckpointSaveError:
-            super().close()  # The first call closed nothing; the error comes once.
+            super().close()  # The first call closed nothing; the error comes only once.
             raise
         finally:
             self._held = None  # Another process may save now.
@@ -229,12 +238,12 @@ def _finish() -> None:
     for manager in list(_open):
         try:
             manager.wait_until_finished()
-        except Exception:  # Nobody is left to catch it, whatever it is.
+        except Exception:  # Nobody is left to catch an error, of any kind.
             traceback.print_exc()
 
 
-# Orbax saves with executors, which Python shuts down before it joins the threads that
-# are left, and before it calls `atexit`: only this hook comes earlier.
+# Orbax saves with executors. Python shuts executors down before joining the remaining
+# threads, and before calling the hooks of `atexit`: only this hook comes earlier.
 getattr(threading, "_register_atexit", atexit.register)(_finish)
 
 
@@ -249,18 +258,20 @@ def manager(
 ) -> Manager:
     """Opens an `orbax.checkpoint.CheckpointManager` with defaults for training.
 
-    The manager saves in the background, with a list of checksums. Use it as a context
-    manager, which waits for the last save and closes it. A program that ends without
-    closing it waits as well.
+    The manager saves in the background, with a list of checksums. Use the manager in a
+    `with` statement: at its end, the manager waits for the last save and is closed. A
+    program that ends without closing the manager waits for the last save as well.
 
     Args:
-      directory: the folder of the steps. It may be relative, and is made if needed; or
-        `gs://bucket/folder`, with `pip install '.[gcs]'` in a clone.
+      directory: the folder of the steps. The path may be relative, and the folder is
+        made if needed. A folder in a bucket is `gs://bucket/folder`, which takes
+        `pip install '.[gcs]'` in a clone.
       max_to_keep: how many checkpoints to keep, at least 1; `None` keeps all.
       save_interval_steps: `save` saves the first step and multiples of this number.
-      best_metric: the name of a metric that `save` gets. The checkpoints that are best
-        by this metric stay, and the newest one, to go on from.
-      best_mode: "max" or "min", whichever is best.
+      best_metric: the name of a metric that `save` gets. The `max_to_keep` checkpoints
+        that are best by this metric stay. The newest checkpoint stays as well, so that
+        a run can go on from there.
+      best_mode: "max" if the largest value of the metric is the best, or "min".
       **options: further `orbax.checkpoint.CheckpointManagerOptions`.
 
     Raises:
@@ -308,5 +319,5 @@ def manager(
         newest = ocp.checkpoint_managers.LatestN(1)
         both = ocp.checkpoint_managers.AnyPreservationPolicy([newest, best])
         settings |= dict(best_fn=key, preservation_policy=both)
-    # Orbax would reject a relative path, but only at the first save.
+    # `folder` is absolute: Orbax would reject a relative path, but only in a save.
     return Manager(folder, ocp.CheckpointManagerOptions(**settings), best_metric)

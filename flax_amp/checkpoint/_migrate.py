@@ -1,8 +1,8 @@
-"""Checkpoints of other programs, other optimizers, other models.
+"""Checkpoints of foreign programs, of another optimizer, of another model.
 
 Both sides are written as `{"params/Dense_0/kernel": array}`, without the `value` in the
 paths of an `nnx.State`. Then every array of the target must have a counterpart on disk,
-and the reverse. One error names all others.
+and the reverse. A single error names all arrays without a counterpart.
 """
 
 import os
@@ -25,11 +25,12 @@ from flax_amp.checkpoint._trees import Path
 T = TypeVar("T")
 Arrays = dict[str, Any]
 
-_TREE_FILE = "_METADATA"  # Orbax describes the arrays of a tree in it
-# What `optax.apply_if_finite` counts.
+_TREE_FILE = "_METADATA"  # the file in which Orbax describes the arrays of a tree
+# The fields of the state of `optax.apply_if_finite` that record skipped steps.
 _COUNTERS = ("notfinite_count", "last_finite", "total_notfinite")
-# Flax's `DynamicScale`. It and the scaler of jaxamp grow the scale on the finite step
-# after so many others and then count from 0 again, as flax_amp does.
+# The fields of Flax's `DynamicScale` and their keys in our scaler. The counts have the
+# same meaning: like flax_amp, Flax and jaxamp grow the scale on the finite step after
+# a given number of finite steps, and then count from 0 again.
 _FLAX = {"scale": "scaler", "fin_steps": "count"}
 
 
@@ -40,40 +41,44 @@ def migrate(
     rename: Mapping[str, str | None] | None = None,
     step: Any = None,
 ) -> T:
-    """Reads a checkpoint that `restore` refuses, because something else wrote it.
+    """Reads a checkpoint of another program, which `restore` refuses.
 
-    It is strict: an array without a counterpart, on either side, is an error that lists
-    all of them. These have one without being asked:
+    The reading is strict: an array without a counterpart, on either side, is an error
+    that lists all such arrays. These arrays find their counterparts without `rename`:
 
     - the optimizer of a plain `TrainState`, which is not in `optax.apply_if_finite`;
     - Flax's `DynamicScale` in the field `dynamic_scale`, and a scaler of jaxamp that
       `rename` calls `scaler`, if the scaler of the target moves (float16);
     - collections that are fields of their own, such as `batch_stats`, for `variables`;
-    - another dtype, if no value changes by it: bfloat16 for float32, int64 for int32;
-    - float32 for an array that is in half in the target, outside of `opt_state`. It is
-      rounded, as `flax_amp.half_params` rounds, if no value becomes an inf by it.
+    - an array of another dtype, if no value changes in the cast to the dtype of the
+      target: bfloat16 to float32, int64 to int32;
+    - a float32 array for an array in half precision in the target, outside of
+      `opt_state`. The values are rounded, as `flax_amp.half_params` rounds, if the
+      rounding makes no finite value an inf.
 
-    What the checkpoint has not of `rngs`, scaler and counts of skipped steps stays as
-    it is in the target. Of a dict, or of NNX objects, only the fields or the objects
-    that the target has are read: `{"params": state.params}`, or `(model,)` of what was
-    saved as `(model, optimizer)`.
+    Arrays of `rngs`, of the scaler and of the counts of skipped steps that the
+    checkpoint lacks stay as they are in the target. If the target is a dict or a tuple
+    of NNX objects, only the fields or the objects of the target are read:
+    `{"params": state.params}`, or `(model,)` from a checkpoint of `(model, optimizer)`.
 
     Args:
       source: the directory of a manager, the folder of one tree that Orbax wrote, a
         `CheckpointManager`, or any tree of arrays in memory.
-      target: an `AmpTrainState`, NNX objects, which are updated in place, or any other
-        tree. The result lies on its devices.
-      rename: for one or more whole names in the paths on disk, wherever they are, what
-        to put in their place, one after the other: `{"Dense_0": "embed"}`. With `None`,
-        what has them in its path is not read, and stays as it is in the target.
-      step: which step; by default the newest that is intact.
+      target: an `AmpTrainState`, NNX objects, which are updated in place, or a tree of
+        any kind. The result lies on the devices of the target.
+      rename: a dict from names on disk to the names in their place, applied in order:
+        `{"Dense_0": "embed"}`. A key is a whole name in a path, or several in a row
+        (`"block/Dense_0"`), and is replaced wherever a path has the key. With `None`,
+        arrays whose paths have the key are not read, and stay as in the target.
+      step: the number of the step; by default the newest intact step.
 
     Returns:
-      `target` with the arrays of the checkpoint. What stayed is shared with `target`.
+      `target` with the arrays of the checkpoint. All arrays that stayed are shared with
+      `target`.
 
     Raises:
       TypeError: if `source`, `target` or `rename` is of a wrong kind.
-      ValueError: if something has no counterpart, another shape or a dtype that cannot
+      ValueError: if an array has no counterpart, another shape or a dtype that cannot
         hold its values, or if a name in `rename` is not found.
       FileNotFoundError, CorruptCheckpointError, OSError: as `restore`.
 
@@ -132,7 +137,7 @@ def migrate(
 
 
 def _read(source: Any, step: Any) -> tuple[str, dict[Path, Any]]:
-    """Returns what messages call a checkpoint, and its arrays on the host by path."""
+    """Returns the name of a checkpoint in messages, and its arrays on the host."""
     if not isinstance(source, str | os.PathLike | ocp.CheckpointManager):
         tree = ocp.tree.to_flat_dict(_trees.tree_of(source))
         leaves = _trees.numpy_leaves(tree)
@@ -150,6 +155,7 @@ def _read(source: Any, step: Any) -> tuple[str, dict[Path, Any]]:
     def read_step(step: _steps.Step) -> tuple[str, dict[Path, Any]]:
         return str(step), _trees.numpy_leaves(step.read(step.tree(), {}))
 
+    # A warning points to the line that calls `migrate`: the third frame from here.
     return _steps.read_newest_intact(folder, read_step, step, stacklevel=3)
 
 
@@ -178,7 +184,10 @@ def _together(pairs: Iterable[tuple[str, Any]]) -> Arrays:
 def _renamed(
     saved: Arrays, wanted: Arrays, rename: Mapping[str, str | None]
 ) -> tuple[Arrays, set[str]]:
-    """Returns the arrays by their new names, and what stays as it is in the target."""
+    """Returns the arrays by their new names, and the names that stay in the target.
+
+    `saved` and `wanted` hold the arrays on disk and in the target.
+    """
     stays: set[str] = set()
     for old, new in rename.items():
         old, put = f"/{old}/", f"/{new}/"
@@ -198,9 +207,10 @@ def _renamed(
 
 
 def _of_parts(saved: Arrays, target: Any) -> Arrays:
-    """Returns the arrays of those fields, or of those NNX objects, that a target has.
+    """Returns the arrays of the fields, or of the NNX objects, that a target has.
 
-    For `(model,)`, whose only object is `0`, `1/step` is left out, and no other name.
+    For `(model,)`, whose only object is `0`, `1/step` is left out. Every name that does
+    not start with the number of an object stays.
     """
     fields = {name: name.partition("/")[0] for name in saved}
     if isinstance(target, dict):
@@ -214,7 +224,8 @@ def _of_parts(saved: Arrays, target: Any) -> Arrays:
 def _as_in_target(saved: Arrays, wanted: Arrays) -> Arrays:
     """Returns the arrays by the names that they have in a target of flax_amp.
 
-    The scale of other libraries has no limits; here it gets those of flax_amp.
+    The scale of another library has no limits: the scale is clipped to the limits of
+    flax_amp.
     """
 
     def name_of(name: str) -> str:
@@ -234,21 +245,22 @@ def _as_in_target(saved: Arrays, wanted: Arrays) -> Arrays:
     )
     is_nan = np.isnan(theirs.get("scaler", np.nan)).any()
     if is_nan or not _trees.move_alike(theirs, own):
-        # The precision was changed, or the scale is none: that of the target stays.
+        # The precision was changed, or the scale is NaN or missing: the scaler of the
+        # target stays.
         return {name: x for name, x in found.items() if name not in scaler.values()}
     scale = theirs["scaler"].astype(np.float32)
     return found | {scaler["scaler"]: np.clip(scale, LOWEST, HIGHEST)}
 
 
 def _may_stay(name: str) -> bool:
-    """Whether a checkpoint of another program may lack an array of the target."""
+    """Whether an array of the target may be missing in the checkpoint."""
     *around, last = name.split("/")
     is_counter = around[-1:] == ["opt_state"] and last in _COUNTERS
     return is_counter or "rngs" in around or bool(_trees.scaler_in([(*around, last)]))
 
 
 def _difference(name: str, value: np.ndarray | None, like: Any) -> str:
-    """Describes a difference, also a value that the dtype of the target lacks."""
+    """Describes how an array differs, and names a value that would become an inf."""
     told = _trees.difference(name, value, like)
     if value is None or like is None or np.shape(value) != np.shape(like):
         return told
@@ -260,9 +272,10 @@ def _difference(name: str, value: np.ndarray | None, like: Any) -> str:
 
 
 def _convert(name: str, value: np.ndarray, like: Any) -> np.ndarray:
-    """Returns a value in the dtype of `like`, or as it is if that would change it.
+    """Returns an array cast to the dtype of `like`, or uncast if values would change.
 
-    Moments of an optimizer are not rounded: a small one would be lost.
+    A float32 array is rounded to half precision if every finite value stays finite.
+    Moments of an optimizer are not rounded: a small moment would be lost.
     """
     if _tree.is_key(like) or value.dtype == like.dtype or value.dtype.kind in "OUSc":
         return value
@@ -274,6 +287,6 @@ def _convert(name: str, value: np.ndarray, like: Any) -> np.ndarray:
     is_moment = "opt_state" in name.split("/")
     if _tree.is_half(like) and value.dtype == np.float32 and not is_moment:
         same |= stays_finite
-    # A Python float has more digits than JAX gives it.
+    # A Python float has more digits than the float32 scalar that JAX makes.
     is_number = value.shape == () and value.dtype == np.float64
     return converted if same or (is_number and like.dtype == np.float32) else value

@@ -1,4 +1,4 @@
-"""A report on every step of a directory: is it still what was saved?"""
+"""A report on every step of a directory: whether its files are as they were saved."""
 
 import argparse
 from typing import Any, NamedTuple
@@ -9,14 +9,15 @@ from flax_amp.checkpoint._directory import finish_saving
 
 
 class StepReport(NamedTuple):
-    """What `verify` found out about a step.
+    """The result of `verify` for a step.
 
     Attributes:
       step: the number of the step.
-      problem: what is damaged; the empty string if nothing is.
-      has_checksums: whether there are checksums; those of plain Orbax have none.
-      half_deleted: whether files are missing while a newer step is intact: its removal
-        was interrupted.
+      problem: a description of the damage; the empty string for an intact step.
+      has_checksums: whether the step is intact and has checksums. Steps of plain Orbax
+        have no checksums.
+      half_deleted: whether files are missing while a newer step is intact: the removal
+        of the step was interrupted.
     """
 
     step: int
@@ -29,7 +30,8 @@ def verify(manager: Any) -> list[StepReport]:
     """Reads every step of a directory and compares its files with their checksums.
 
     Returns a report for each step, the oldest first. The arrays are read into the
-    memory of the host. In a run of several processes, one of them should call this.
+    memory of the host. In a run of several processes, a single process should call
+    `verify`.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax

@@ -1,6 +1,6 @@
 """A state to a directory, in the background, and back: compared first, then read.
 
-A restore never writes. Whatever fails, the state in hand and the files stay as they
+A restore never writes. After every failure, the state in hand and the files are as they
 were. Orbax casts silently to the dtype of its target and leaves sharding to the target;
 `restore` rejects another dtype and passes on the sharding.
 """
@@ -37,19 +37,20 @@ def save(
 ) -> bool:
     """Saves a state under its own step, in the background.
 
-    The state may be donated to the next step as soon as this returns.
+    The state may be donated to the next step as soon as `save` returns.
 
     Args:
       manager: the result of `checkpoint.manager`.
       state: the `AmpTrainState` that the last step returned, or NNX objects:
-        `(model, optimizer)`. Of these, `nnx.state((model, optimizer))` is saved.
+        `(model, optimizer)`. For NNX objects, `nnx.state((model, optimizer))` is saved.
       metrics: scalars to save with the state, for `best_metric`.
       force: saves although `save_interval_steps` says not to.
 
     Returns:
-      Whether the state was saved. It is not saved between intervals, nor if its step is
-      not newer than the newest intact checkpoint, whoever wrote that; a warning says so
-      if that may be a surprise. Newer steps that are damaged are renamed.
+      Whether the state was saved. The state is not saved between intervals, nor if its
+      step is not newer than the newest intact checkpoint, whoever wrote that
+      checkpoint; a warning tells of a refusal that may be a surprise. Damaged steps
+      that are as new as the state, or newer, are renamed if no intact step is as new.
 
     Raises:
       ValueError, TypeError: if names would fall together on disk, if the `best_metric`
@@ -93,15 +94,16 @@ def save(
         args=ocp.args.StandardSave(tree),
         metrics=numbers if metrics else None,
         force=force,
-        # An item of our own would hold this and the checksums, but plain Orbax reads
-        # no step with a second item.
+        # An item of our own could hold the record and the checksums, but plain Orbax
+        # reads no step with a second item.
         custom_metadata=_steps.record_of(step, _names_of_optimizers(state)),
     )
 
 
 def _step_of(state: Any) -> int:
-    """Returns the step of a state; that of several runs, which `vmap` makes, is one."""
-    # Runs at one step are one checkpoint, so that nothing else has to know of a sweep.
+    """Returns the step of a state, also of the state of several runs under `vmap`."""
+    # Runs at the same step are a single checkpoint, so that no further code has to know
+    # of a sweep.
     steps = np.unique(_trees.step_of(state, "checkpoint.save: state"))
     seen = f"checkpoint.save: the state's step is {steps.tolist()}"
     one = steps[0] if len(steps) == 1 else steps
@@ -122,16 +124,17 @@ def restore(manager: Any, target: T, *, step: Any = None) -> T:
     """Reads a checkpoint into a state like `target`.
 
     The arrays get the shardings of `target`, so a checkpoint fits another mesh, and the
-    next training step is not traced again. What the code has set and the state holds,
-    such as a learning rate of `flax_amp.optim`, is that of the checkpoint: if `target`
-    has other numbers, a warning names both. If one scaler never moves and the other
-    does, because the precision was changed, that of `target` is used, with a warning.
+    next training step is not traced again. A setting that the code has made and the
+    state holds, such as a learning rate of `flax_amp.optim`, gets the value of the
+    checkpoint: if `target` has another value, a warning names both. If only the scaler
+    of the checkpoint or only the scaler of `target` moves, because the precision was
+    changed, the scaler of `target` is used, with a warning.
 
     Args:
       manager: any `orbax.checkpoint.CheckpointManager`, or the path of its directory.
       target: a state of the same model and optimizer, or its `jax.eval_shape`. Its
         arrays may have been donated. NNX objects, as `(model, optimizer)`, are updated
-        in place, when all has been read; nothing else is changed.
+        in place, when all has been read. A target of another kind is not changed.
       step: the number of the step. By default the newest intact step is read, and a
         `CheckpointWarning` names the damaged steps that were passed over.
 
@@ -166,7 +169,7 @@ def restore(manager: Any, target: T, *, step: Any = None) -> T:
 
 
 def _read_arrays(step: _steps.Step, wanted: Mapping[Path, Any]) -> Leaves:
-    """Returns the arrays of a step by path, as the target has them."""
+    """Returns the arrays of a step by path, placed like the arrays of the target."""
     tree = step.tree()
     on_disk = ocp.tree.to_flat_dict(tree)
     problems = [
@@ -186,7 +189,7 @@ def _read_arrays(step: _steps.Step, wanted: Mapping[Path, Any]) -> Leaves:
 
 
 def _fit_scaler(read: Leaves, wanted: Mapping[Path, Any]) -> Iterator[str]:
-    """Leaves the scaler of the target as it is if it is of another kind."""
+    """Keeps the scaler of the target if only a single scale of the two moves."""
     scaler = _trees.scaler_in(wanted)
     there, here = ({key: of[x] for key, x in scaler.items()} for of in (read, wanted))
     if not _trees.move_alike(there, here):
@@ -199,11 +202,11 @@ def _fit_scaler(read: Leaves, wanted: Mapping[Path, Any]) -> Iterator[str]:
         )
 
 
-# What the code has set
+# Settings that the code has made
 
 
 def _changed_settings(read: Leaves, target: Any) -> Iterator[str]:
-    """Describes the settings that are other numbers on disk than in the target."""
+    """Describes the settings whose numbers on disk and in the target differ."""
     leaves = ocp.tree.to_flat_dict(_trees.tree_of(target))
     ids = {id(leaf) for leaf in _hyperparams(_parts(target, "opt_state"))}
     scaler = _trees.scaler_in(leaves)
@@ -227,7 +230,7 @@ def _text(value: Any) -> str:
 
 
 def _parts(state: Any, name: str) -> list[Any]:
-    """Returns a field of a state, or of each of its NNX objects that has it."""
+    """Returns a field of a state, or of each of its NNX objects with this field."""
     parts = state if _trees.is_nnx(state) else [state]
     return [getattr(part, name) for part in parts if hasattr(part, name)]
 
@@ -238,14 +241,14 @@ def _hyperparams(tree: Any) -> Iterator[Any]:
         if isinstance(node, Optimizer):
             inside = node.opt_state
             yield from jax.tree.leaves({**node._arrays, "opt_state": None})
-        else:  # Those of a schedule are of this step.
+        else:  # A hyper-parameter with a state is a schedule's, and changes by itself.
             inside, of = node.inner_state, getattr(node, "hyperparams_states", {})
             yield from (x for name, x in node.hyperparams.items() if name not in of)
         yield from _hyperparams(inside)
 
 
 def _another_optimizer(step: _steps.Step, target: Any) -> Iterator[str]:
-    """Tells of another optimizer with the same arrays, as adam and adamax have."""
+    """Tells of another optimizer with the same arrays, such as adamax after adam."""
     saved, here = step.record().get("optimizer"), _names_of_optimizers(target)
     if saved is not None and saved != here:
         yield (
@@ -256,14 +259,14 @@ def _another_optimizer(step: _steps.Step, target: Any) -> Iterator[str]:
 
 
 def _names_of_optimizers(state: Any) -> list[str]:
-    """Returns what updates a state, by name: of optax `scale_by_adam`, or `adam`."""
+    """Returns the names of optimizers: `scale_by_adam` of optax, `adam` of `optim`."""
     nodes = _tree.nodes(_parts(state, "opt_state"), Optimizer)
     names = {node._name for node in nodes} | _scalings(_parts(state, "tx"), set())
     return sorted(names - {"scale_by_learning_rate", "scale_by_schedule"})
 
 
 def _scalings(parts: Any, seen: set[int]) -> set[str]:
-    """Returns the names of the functions of optax that other functions close over."""
+    """Returns the names of the functions of optax that given functions close over."""
     names = set()
     for part in jax.tree.leaves(parts):
         module = getattr(part, "__module__", None) or ""
@@ -274,7 +277,7 @@ def _scalings(parts: Any, seen: set[int]) -> set[str]:
         names |= {name} if name.startswith("scale_by_") else set()
         inside = [getattr(part, "__self__", None), getattr(part, "__dict__", {})]
         for cell in getattr(part, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # it is empty
+            with contextlib.suppress(ValueError):  # The cell is empty.
                 inside.append(cell.cell_contents)
         names |= _scalings(inside, seen)
     return names

@@ -1,4 +1,4 @@
-"""The steps in a directory of checkpoints: where they are, and what each holds.
+"""The steps in a directory of checkpoints: their folders and their contents.
 
 Arrays are read after the files of their step have been checked. Nothing here writes.
 """
@@ -31,21 +31,21 @@ from flax_amp.checkpoint._damage import (
 P = ParamSpec("P")
 T = TypeVar("T")
 
-HALF = ".orbax-checkpoint-tmp"  # Orbax puts it into the names of what is half-written
+HALF = ".orbax-checkpoint-tmp"  # Orbax puts this into the names of half-written steps
 
 _KEY = "flax_amp"  # of our record in the metadata of a step
-_FORMAT = 3
+_FORMAT = 3  # of our steps; `record` refuses a step of another format
 _STEP_FILE = "_CHECKPOINT_METADATA"
 _ALL = slice(None)  # of the files
 _MALFORMED = (AttributeError, LookupError, TypeError, ValueError, RecursionError)
 
-# The steps that this process has restored, by directory. A run may restore without the
-# manager that it saves with.
+# The steps that this process has restored, by directory. They are no field of a
+# manager, because a run may restore with a path and save with a manager.
 restored: dict[epath.Path, set[int]] = defaultdict(set)
 
 
 def record_of(step: int, optimizer: list[str]) -> dict[str, Any]:
-    """Returns what the metadata of a step says about it; see `Step.record`."""
+    """Returns our record of a step for the metadata of Orbax; see `Step.record`."""
     return {_KEY: {"format": _FORMAT, "step": step, "optimizer": optimizer}}
 
 
@@ -60,13 +60,14 @@ class Step(NamedTuple):
 
     @property
     def has_checksums(self) -> bool:
-        """Whether the step has a list that its files can be compared with."""
+        """Whether the step has a list of checksums for its files."""
         return (self.folder / _damage.NAME).exists()
 
     def verify(self, part: slice = _ALL) -> None:
         """Checks the files of the step, or a part of them: processes share the work.
 
-        A ValueError says that something else was saved, or by another version.
+        A ValueError says that the step holds no state of this package, or that another
+        version of flax_amp wrote the step.
         """
         record = self.record()
         if not (self.folder / ITEM).is_dir():
@@ -78,8 +79,9 @@ class Step(NamedTuple):
                     "Orbax, or pass checkpoint.migrate the folder of one item."
                 )
             raise IncompleteError(f"its folder {ITEM!r} is missing")
-        # All files are checked before Orbax opens an array: it prints a hundred lines
-        # of its threads about damaged ones, and reading while checking gains nothing.
+        # All files are checked before Orbax opens an array: about a damaged array,
+        # Orbax prints a hundred lines of its threads, and reading while checking gains
+        # nothing.
         if self.has_checksums:
             _damage.check(self.folder, part)
         elif record:
@@ -94,16 +96,16 @@ class Step(NamedTuple):
         return dict(tree)
 
     def read(self, tree: Any, like: Mapping[_trees.Path, Any]) -> _trees.Leaves:
-        """Returns the arrays by path; those in `like` lie on the same devices."""
+        """Returns the arrays by path, on the devices of the arrays in `like`."""
         with self._reading():
             return _trees.read_tree(self.folder / ITEM, tree, like)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Raises what an error of Orbax says about the files of the step."""
+        """Turns an error of Orbax into an error that tells damage from an outage."""
         try:
             yield
-        except Exception as error:  # A damaged file makes Orbax raise anything.
+        except Exception as error:  # A damaged file makes Orbax raise any error.
             if self.has_checksums:
                 self.verify()  # A writer may have removed files meanwhile.
             elif not isinstance(error, OSError | MemoryError) or is_missing(error):
@@ -111,11 +113,12 @@ class Step(NamedTuple):
             raise outage(error) from error
 
     def record(self) -> dict[str, Any]:
-        """Returns our record of the step; it is empty if plain Orbax saved it."""
+        """Returns our record of the step; the record of a plain Orbax step is empty."""
         content = _damage.read_file(self.folder / _STEP_FILE)
         try:
             metadata = json.loads(content)
-            # Orbax names the handlers of its items in every one, whoever called it.
+            # Orbax names the handlers of the items in the metadata of every step, also
+            # without a record of ours.
             metadata["item_handlers"].keys()
             plain = {"format": _FORMAT, "step": self.number}
             record = dict((metadata["custom_metadata"] or {}).get(_KEY, plain))
@@ -148,7 +151,7 @@ def steps_in(directory: epath.Path) -> list[Step]:
 def read_newest_intact(
     directory: epath.Path, read: Callable[[Step], T], wanted: Any, stacklevel: int
 ) -> T:
-    """Returns what `read` makes of the newest step that is not damaged, or of `wanted`.
+    """Returns the result of `read` for the newest intact step, or for step `wanted`.
 
     All processes must succeed. A warning names the damaged steps. The step that was
     read is added to `restored`.
@@ -164,8 +167,8 @@ def read_newest_intact(
             break
         except CorruptCheckpointError as error:
             damaged[step] = f"step {step.number} is damaged: {error}"
-        # A writer beside this process may have removed a step for a newer one while it
-        # was read. Several processes list once, to agree on what they see.
+        # While this process was reading, a writer may have removed the step for a newer
+        # step. Several processes list the steps once, to agree on the same steps.
         if jax.process_count() == 1:
             steps = _candidates(directory, number)
     problems = [damaged[step] for step in steps if step in damaged]
@@ -178,12 +181,13 @@ def read_newest_intact(
     restored[directory].add(step.number)
     if problems:
         told = f"{told}. Restored step {step.number} instead."
+        # The frame of this function comes before the frames that the caller counts.
         warnings.warn(told, CheckpointWarning, stacklevel=stacklevel + 1)
     return result
 
 
 def _candidates(directory: epath.Path, number: int | None) -> list[Step]:
-    """Returns the steps to try, the newest first, or the one that was asked for."""
+    """Returns the steps to try, the newest first, or the single step `number`."""
     steps = steps_in(directory)
     chosen = [step for step in steps if number in (None, step.number)]
     if not chosen:
@@ -196,29 +200,30 @@ def _candidates(directory: epath.Path, number: int | None) -> list[Step]:
 
 
 def agreed(read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Returns what `read` does, or raises an error if it fails in some process.
+    """Returns the result of `read`, or raises an error if some process fails.
 
     The processes work alone and agree afterwards: with Orbax's barriers, they would
-    wait forever for one that failed.
+    wait forever for a process that failed.
     """
     if jax.process_count() == 1:
         return read(*args, **kwargs)
     error: Exception | None = None
     try:
         result = read(*args, **kwargs)
-    except Exception as caught:  # The others must hear of any.
+    except Exception as caught:  # All processes must hear of any error.
         error = caught
+    # All processes raise the worst kind of error: 1 for damage, 2 for any other error.
     kind = 0 if error is None else 1 if isinstance(error, CorruptCheckpointError) else 2
     worst = int(multihost_utils.process_allgather(np.int32(kind)).max())
     if error is not None and kind == worst:
         raise error
-    if worst:  # All processes raise the same kind, and go on together or not at all.
+    if worst:  # The processes go on together or not at all.
         told = "checkpoint: another process failed; its own error says why"
         raise CorruptCheckpointError(told) if worst == 1 else RuntimeError(told)
     return result
 
 
 def verify_together(step: Step) -> None:
-    """Checks the files of a step: no process reads it before all have checked."""
+    """Checks the files of a step: no process goes on before all have checked."""
     part = slice(jax.process_index(), None, jax.process_count())
     agreed(step.verify, part)

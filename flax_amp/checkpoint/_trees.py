@@ -1,8 +1,8 @@
-"""The arrays of a state by path: what they are, how Orbax reads them, where they lie.
+"""The arrays of a state by path: their types, their devices, and reading with Orbax.
 
-A path is the one that Orbax gives a leaf: names of fields and dict keys, and numbers of
-list items. Orbax lets all processes wait for each other after each read, and they
-would wait forever for a process that failed; here each process reads by itself.
+Orbax gives each leaf a path: names of fields and dict keys, and numbers of list items.
+After each read, Orbax makes every process wait for all processes, which would wait
+forever for a process that failed. So here each process reads by itself.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,14 +33,14 @@ def is_nnx(state: Any) -> bool:
 
 
 def tree_of(state: Any) -> PyTree:
-    """Returns the tree that is saved of a state; of NNX objects, their `nnx.state`."""
+    """Returns the tree that is saved of a state; for NNX objects, their `nnx.state`."""
     return nnx.state(tuple(state)) if is_nnx(state) else state
 
 
 def as_array(leaf: Any) -> Any:
-    """Returns a Python number with the dtype that JAX gives it, which Orbax does not.
+    """Returns a Python number as an array with JAX's dtype, which Orbax does not use.
 
-    A type is compared, because `np.float64` is a float, too.
+    The type is compared, because `np.float64` is a subclass of `float`.
     """
     is_number = type(leaf) in (bool, int, float, complex)
     return np.asarray(jnp.asarray(leaf)) if is_number else leaf
@@ -62,7 +62,7 @@ def step_of(state: Any, name: str) -> Any:
 
 
 def replace_leaves(target: T, values: Mapping[Path, Any]) -> T:
-    """Returns a state with other leaves; NNX objects get them in place."""
+    """Returns a state with new leaves; NNX objects get the leaves in place."""
     tree = tree_of(target)
     leaves = ocp.tree.to_flat_dict(tree)
     new = [values.get(path, leaf) for path, leaf in leaves.items()]
@@ -74,7 +74,10 @@ def replace_leaves(target: T, values: Mapping[Path, Any]) -> T:
 
 
 def scaler_in(leaves: Iterable[Path]) -> dict[str, Path]:
-    """Returns the paths of a scaler by key: of a state, or of one of its objects."""
+    """Returns the paths of a scaler by key: of a state, or of an NNX object in a state.
+
+    `leaves` are the paths of the leaves of the state.
+    """
     found = {}
     for path in leaves:
         names = [name for name in path if name != "value"]  # of NNX's variables
@@ -84,7 +87,7 @@ def scaler_in(leaves: Iterable[Path]) -> dict[str, Path]:
 
 
 def move_alike(saved: Mapping[str, Any], target: Mapping[str, Any]) -> bool:
-    """Whether two scales move, or none of them; so it is if nobody knows of the second.
+    """Whether both scales move, or none moves; true if `target` holds no value.
 
     A scaler of another program that has no factor moves.
     """
@@ -102,7 +105,7 @@ def has_value(leaf: Any) -> bool:
 
 
 def difference(name: str, saved: Any, wanted: Any) -> str:
-    """Describes how an array on disk, or `None`, differs from that of the target."""
+    """Describes how an array on disk differs from the target's; `None` is no array."""
     there, here = ("not" if x is None else _description(x) for x in (saved, wanted))
     return "" if there == here else f"{name}: {there} on disk, {here} in the target"
 
@@ -110,7 +113,7 @@ def difference(name: str, saved: Any, wanted: Any) -> str:
 def _description(value: Any) -> str:
     if not hasattr(value, "dtype"):
         return f"a {type(value).__name__}"
-    if _tree.is_key(value):  # its data is what lies on disk
+    if _tree.is_key(value):  # Orbax writes the data of keys.
         value = jax.eval_shape(jax.random.key_data, value)
     return f"{np.dtype(value.dtype).name}{list(value.shape)}"
 
@@ -136,10 +139,11 @@ def read_metadata(folder: Any) -> Any:
 
 
 def read_tree(folder: Any, metadata: PyTree, like: Mapping[Path, Any]) -> Leaves:
-    """Returns the arrays of a tree that Orbax saved, and described, by path.
+    """Returns the arrays of a tree that Orbax saved, by path.
 
-    They are read to the devices of those in `like`. Where it has no array, or one of
-    NumPy, they are read into the memory of the host.
+    `metadata` is Orbax's description of the tree. An array is read to the devices of
+    the array in `like` at the same path. Where `like` has no array, or a NumPy array,
+    the array is read into the memory of the host.
     """
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
@@ -152,7 +156,8 @@ def read_tree(folder: Any, metadata: PyTree, like: Mapping[Path, Any]) -> Leaves
         sharding = getattr(like.get(path), "sharding", None)
         return ocp.ArrayRestoreArgs(sharding=sharding or here)
 
-    # Orbax is asked for the structure on disk: another empty dict is no difference.
+    # Orbax is asked for the structure on disk: an empty dict that only the target or
+    # only the disk has is no difference.
     leaves = ocp.tree.to_flat_dict(metadata)
     args = jax.tree.unflatten(
         jax.tree.structure(metadata), [how(*item) for item in leaves.items()]
@@ -163,7 +168,7 @@ def read_tree(folder: Any, metadata: PyTree, like: Mapping[Path, Any]) -> Leaves
 
 
 def numpy_leaves(leaves: Leaves) -> Leaves:
-    """Returns leaves as NumPy arrays; of typed keys, their data."""
+    """Returns leaves as NumPy arrays; for typed keys, their data."""
     return {
         path: np.asarray(jax.random.key_data(x) if _tree.is_key(x) else x)
         for path, x in leaves.items()
@@ -184,17 +189,20 @@ def leaves_of_target(target: Any, where: str) -> Leaves:
                 f"{type(leaf).__name__}; expected arrays and numbers."
             )
         if getattr(leaf, "sharding", None) is not None:
-            leaf.sharding.shard_shape(leaf.shape)  # JAX says so if it does not fit.
+            # JAX raises an error if the sharding does not fit the shape.
+            leaf.sharding.shard_shape(leaf.shape)
         found[path] = leaf
     return found
 
 
 def place(value: Any, like: Any) -> Any:
-    """Returns an array as `like` is: on its devices, or one of NumPy.
+    """Returns an array in the form of `like`: on its devices, or as a NumPy array.
 
-    It is one of Orbax on these devices, or of NumPy; of typed keys, their data. Orbax
-    commits what it reads, and whether an array is committed is part of what a compiled
-    step is looked up by: it would be compiled a second time after each restore.
+    `value` is an array that Orbax has read to these devices, or a NumPy array, which
+    for typed keys holds their data. Arrays that Orbax reads are committed. JAX looks up
+    a compiled step by its arguments, and also by whether they are committed: with a
+    committed array for an uncommitted array, the step would be compiled a second time
+    after each restore.
     """
     if isinstance(like, np.ndarray | np.generic):
         return np.array(value, like.dtype)
@@ -205,7 +213,7 @@ def place(value: Any, like: Any) -> Any:
     if _tree.is_key(value):
         value = jax.random.key_data(value)
     value = np.asarray(value)
-    # Nobody else holds these arrays, so the CPU need not copy them.
+    # No other code holds these arrays, so the CPU need not copy them.
     array: jax.Array = (
         jax.make_array_from_callback(value.shape, like.sharding, lambda at: value[at])
         if committed

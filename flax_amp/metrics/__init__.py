@@ -1,4 +1,4 @@
-"""Logs and pictures of a run: what its steps report, where it is written, how it looks.
+"""Logs and pictures of a run: the metrics of its steps, a log, and a plot of the log.
 
 `StepMetrics` gathers the metrics of steps on the device, `create_writer` writes them
 for TensorBoard, as JSON lines and on the terminal, `read` reads them and `plot` draws
@@ -27,8 +27,8 @@ __all__ = "MetricWriter StepMetrics create_writer finite_by_leaf plot read".spli
 def finite_by_leaf(state: Any, grads: Any, updates: Any = None) -> dict[str, jax.Array]:
     """Returns whether each gradient is finite, as metrics by the path of its parameter.
 
-    `flax_amp.check_progress` names the gradients that are not finite if it is given
-    metrics that hold these. `StepMetrics` leaves them out.
+    `flax_amp.check_progress` names the gradients that are not finite if its metrics
+    hold these flags. `StepMetrics` leaves the flags out.
 
     Example:
       >>> grads = {"dense": {"bias": jnp.zeros(2), "kernel": jnp.array([1.0, jnp.inf])}}

@@ -1,4 +1,4 @@
-"""What training steps report, gathered on the device until it is fetched."""
+"""The metrics of training steps, gathered on the device until they are fetched."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,33 +18,34 @@ except ImportError as error:
     ) from error
 
 _NAMES = {"scaler": "scale", "hyperparams/learning_rate": "learning_rate"}
-# Of these the last value counts, that of a skipped step too.
+# For these names the last value counts, also the value of a skipped step.
 _LAST = ("scale", "learning_rate", "skipped_total", "spikes_total")
 
 
 @flax.struct.dataclass
 class StepMetrics(clu_metrics.Collection):
-    """A collection, in the sense of clu, of what training steps report.
+    """A collection, in the sense of clu, of the metrics of training steps.
 
-    It holds, on the device, what `make_train_step` and `make_nnx_train_step` return:
+    The collection holds, on the device, the metrics that the steps of `make_train_step`
+    and `make_nnx_train_step` return:
 
-    - `loss`, `grad_norm` and every other real scalar, `aux` included: the mean over
+    - `loss`, `grad_norm` and every further real scalar, `aux` included: the mean over
       finite steps; NaN if all were skipped.
     - `scale`, `learning_rate`, `skipped_total`, `spikes_total`, `hyperparams/...`: the
       last value.
     - `skip_rate`: the share of skipped steps.
-    - metrics and collections of clu in `aux`, merged over finite steps. The names of a
-      collection are preceded by its own: `eval/accuracy`.
+    - metrics and collections of clu in `aux`, merged over finite steps. The names in a
+      collection are preceded by the name of the collection: `eval/accuracy`.
 
-    Left out are arrays that are no scalars, and `grads_finite/...`: pass what the step
-    returned, not this, to `check_progress`. `merge`, `reduce`, `compute`, `unreplicate`
-    and `single_from_model_output` work under `jit`.
+    Arrays that are no scalars, and `grads_finite/...`, are left out: pass the metrics
+    of the step, not a `StepMetrics`, to `check_progress`. `merge`, `reduce`, `compute`,
+    `unreplicate` and `single_from_model_output` work under `jit`.
 
     Attributes:
       steps: int32[2], the numbers of finite and of skipped steps.
-      values: float32[...], the means and the last values, in one array.
+      values: float32[...], the means and the last values, in a single array.
       own: the metrics of clu in `aux`, by name.
-      names: those of `values`.
+      names: the names of `values`.
 
     Example:
       >>> metrics = {"loss": jnp.float32(2), "grads_finite": jnp.bool_(True)}
@@ -55,8 +56,8 @@ class StepMetrics(clu_metrics.Collection):
     """
 
     steps: Any
-    # One array, because each one that a call returns costs time: 13 metrics take 14 µs,
-    # and 136 µs if each is a metric of clu.
+    # A single array, because each array that a call returns costs time: 13 metrics take
+    # 14 µs, and 136 µs if each is a metric of clu.
     values: Any
     own: dict[str, Any]
     names: tuple[str, ...] = flax.struct.field(pytree_node=False)
@@ -86,7 +87,9 @@ class StepMetrics(clu_metrics.Collection):
             )
         values = jnp.float32([*by_name.values()])
         return cls(
-            _reduction_counter=None,  # `steps` tells what clu uses it for
+            # clu tells a replicated collection by the shape of this counter; here the
+            # shape of `steps` tells.
+            _reduction_counter=None,
             steps=jnp.int32([finite, ~finite]),
             values=jnp.where(finite | _is_last(tuple(by_name)), values, 0),
             own={name: x for name, x in metrics.items() if _is_of_clu(x)},
@@ -94,15 +97,15 @@ class StepMetrics(clu_metrics.Collection):
         )
 
     def add(self, metrics: Mapping[str, Any]) -> "StepMetrics":
-        """Returns a collection with one more step, in one dispatch.
+        """Returns a collection with the metrics of a further step, in one dispatch.
 
-        `metrics` is what the step returned, with scalars of your own if you like. The
-        names are those of the steps before.
+        `metrics` are the metrics that the step returned, with scalars of your own if
+        you like. The names must be the names of the earlier steps.
         """
         return _add(self, dict(metrics))
 
     def merge(self, other: "StepMetrics") -> "StepMetrics":
-        """Returns a collection of the steps of both; `other` is the later one."""
+        """Returns a collection of the steps of both; `other` has the later steps."""
         if self.steps is None or other.steps is None:
             return other if self.steps is None else self
         if different := {*self.names, *self.own} ^ {*other.names, *other.own}:
@@ -112,11 +115,12 @@ class StepMetrics(clu_metrics.Collection):
             )
         steps = self.steps + other.steps
         share = other.steps[0] / jnp.maximum(steps[0], 1)
-        # Not a sum, which overflows, and loses more digits over many steps.
+        # A running mean and not a sum, which overflows, and loses more digits over many
+        # steps.
         means = self.values + (other.values - self.values) * share
 
-        # Only a metric of clu knows what its leaves mean, so they cannot be masked: of
-        # two, one without a finite step is not merged.
+        # Only a metric of clu knows the meaning of its leaves, so that the leaves
+        # cannot be masked: a metric without a finite step is not merged.
         def choose(mine: Any, others: Any, merged: Any) -> Any:
             either = jnp.where(other.steps[0] > 0, others, mine)
             return jnp.where((self.steps[0] > 0) & (other.steps[0] > 0), merged, either)
@@ -129,13 +133,13 @@ class StepMetrics(clu_metrics.Collection):
         )
 
     def reduce(self) -> "StepMetrics":
-        """Merges along the leading axis, in order: of a `vmap`, or `all_gather`."""
+        """Merges along the leading axis, in order, after a `vmap` or `all_gather`."""
         first = jax.tree.map(lambda x: x[0], self)
         rest = jax.tree.map(lambda x: x[1:], self)
         return jax.lax.scan(lambda a, b: (a.merge(b), None), first, rest)[0]
 
     def compute(self) -> dict[str, jax.Array]:
-        """Returns the values by name, on the device, in one dispatch."""
+        """Returns the values by name, on the device, in a single dispatch."""
         if self.steps is None:
             return {}
         if self.steps.ndim > 1:
@@ -143,12 +147,12 @@ class StepMetrics(clu_metrics.Collection):
                 f"StepMetrics.compute: the collection has an axis of {len(self.steps)} "
                 "steps or devices; expected none. Call reduce() or unreplicate() first."
             )
-        with jax.debug_nans(False):  # NaN is the answer if every step was skipped
+        with jax.debug_nans(False):  # NaN is the result if every step was skipped.
             found = _compute(self)
         return {name: found[name] for name in sorted(found, key=lambda x: x != "loss")}
 
     def compute_values(self) -> dict[str, clu_values.Value]:
-        """Returns what `compute` does, for `clu.metric_writers.write_values`."""
+        """Returns the values of `compute` for `clu.metric_writers.write_values`."""
         return {name: clu_values.Scalar(v) for name, v in self.compute().items()}
 
 
@@ -157,7 +161,7 @@ def _is_of_clu(value: Any) -> bool:
 
 
 def _is_reported(name: str, value: Any) -> bool:
-    """Whether a metric is a real scalar, and no flag of one gradient."""
+    """Whether a metric is a real scalar, and no flag of a gradient."""
     if value is None or _is_of_clu(value) or np.shape(value):
         return False
     dtype = getattr(value, "dtype", np.dtype(type(value)))

@@ -1,7 +1,7 @@
-"""The log of a run: `create_writer` writes it, and `read` reads it.
+"""The log of a run, which `create_writer` writes and `read` reads.
 
 `metrics.jsonl` is the log: a line is on disk when the call returns, and a kill cuts at
-most the last one. TensorBoard and the terminal get the same numbers.
+most the last line. TensorBoard and the terminal get the same numbers.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ _NUMBER = int | float | None
 class MetricWriter(contextlib.AbstractContextManager):  # type: ignore[type-arg]
     """Writes the metrics of a run, with the methods of clu's `MetricWriter`.
 
-    Those for anything but numbers and hyper-parameters do nothing.
+    The methods for anything but numbers and hyper-parameters do nothing.
     """
 
     def __init__(self, path: Path | None, board: Any, terminal: str | None) -> None:
         self._path, self._board, self._terminal = path, board, terminal
 
     def write_scalars(self, step: Any, scalars: Mapping[str, Any]) -> None:
-        """Writes one real number for each name, or nothing if one is none."""
+        """Writes a real number for each name, or raises an error and writes nothing."""
         step, numbers = operator.index(step), _to_numbers(scalars)
         now = {"step": step, "wall_time": round(time.time(), 3)}
         self._write_line(now | numbers | now)
@@ -48,7 +48,8 @@ class MetricWriter(contextlib.AbstractContextManager):  # type: ignore[type-arg]
     def _write_line(self, line: Mapping[str, Any]) -> None:
         if self._path is not None:
             text = json.dumps(_without_nan(line), allow_nan=False, default=str)
-            # A file that stays open would be one that another writer has replaced.
+            # Opened for each line: another writer may replace the file, and a file that
+            # stayed open would then be the old file.
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(text + "\n")
 
@@ -75,13 +76,13 @@ def create_writer(
 ) -> MetricWriter:
     """Makes a writer for TensorBoard, for `metrics.jsonl` and for the terminal.
 
-    In a run of several processes, only the first one writes.
+    In a run of several processes, only the first process writes.
 
     Args:
       logdir: the folder of the run, which may be a run that is resumed.
-      first_step: the first step that will be written, `int(state.step) + 1`. What an
-        earlier run wrote for this step and later ones is dropped from `metrics.jsonl`,
-        and hidden by TensorBoard.
+      first_step: the first step that will be written, `int(state.step) + 1`. Values
+        that an earlier run wrote for this step and later steps are dropped from
+        `metrics.jsonl`, and hidden by TensorBoard.
       total_steps: the last step of the run, for the terminal.
       tensorboard: write event files, which takes tensorboardX.
       terminal: print a line for each call.
@@ -108,6 +109,8 @@ def create_writer(
             ) from error
         # Files made in the same second must differ in the rest of their names.
         end = f".{time.time_ns()}.{os.getpid()}"
+        # tensorboardX flushes every 5 seconds, and not every 120 as by default: a kill
+        # loses less.
         options = dict(purge_step=first_step, filename_suffix=end, flush_secs=5)
         board = SummaryWriter(str(folder), **options)
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +120,7 @@ def create_writer(
 
 
 def _drop_lines(path: Path, first_step: float) -> None:
-    """Removes the lines of this step and later ones, and what a kill has cut."""
+    """Removes the lines of this step and later steps, and a line cut by a kill."""
     path.touch()
     text = "".join(line for line, step, _ in _lines(path) if step < first_step)
     if text != path.read_text("utf-8", "replace"):
@@ -129,24 +132,27 @@ def _drop_lines(path: Path, first_step: float) -> None:
 def read(run: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
     """Returns the scalars that a run has logged: `{name: [(step, value), ...]}`.
 
-    Steps rise, in whatever order they were written. Of a step that was written twice,
-    because a run was resumed without a `first_step`, the later value counts, and what
-    the earlier run wrote for later steps is dropped. NaN stands for `null`. `run` is
-    the folder of the run, or the file.
+    The steps of a name rise, also if they were written in another order. Where a step
+    was written twice, because a run was resumed without a `first_step`, the later value
+    counts, and the values that the earlier run wrote for later steps are dropped. NaN
+    stands for `null`. `run` is the folder of the run, or the file.
     """
     path = Path(run)
     found: dict[str, dict[int, float]] = {}
     for _, step, scalars in _lines(path / _NAME if path.is_dir() else path):
         for name, value in scalars.items():
             series = found.setdefault(name, {})
-            if step in series:  # the run was resumed before it
+            if step in series:  # The run was resumed before this step.
                 found[name] = series = {s: v for s, v in series.items() if s < step}
             series[step] = math.nan if value is None else value
     return {name: sorted(series.items()) for name, series in found.items()}
 
 
 def _lines(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yields each whole line: its text, its step and its scalars; or -1 and none."""
+    """Yields the text, the step and the scalars of each whole line.
+
+    For a line without a step, the step is -1, and there are no scalars.
+    """
     with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
             try:

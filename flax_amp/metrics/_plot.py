@@ -1,4 +1,4 @@
-"""One picture of a run: loss, scale, gradient norm, learning rate and skip rate."""
+"""A picture of runs: loss, scale, gradient norm, learning rate and skip rate."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_amp.metrics._log import read
 
-# The last part of a name -> its title, and its share of the height.
+# For the last part of a name: the title, and the share of the height.
 _PANELS = {
     "loss": ("loss", 2.4),
     "scale": ("loss scale", 1.5),
@@ -19,7 +19,8 @@ _PANELS = {
 }
 _RED = "#c8102e"  # of crosses
 Run = str | os.PathLike[str]
-# Its label, its steps, its values, and the steps of windows in which some were skipped.
+# A line: its label, its steps, its values, and the last steps of the windows with
+# skipped steps.
 _Line = tuple[str, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -34,7 +35,7 @@ def plot(*runs: Run, out: Run | None = None) -> Path:
     Args:
       runs: the folders of the runs, as `create_writer` gets them.
       out: the file, whose ending is the format, such as `.png` or `.svg`. By default
-        `plot.png` in the folder of the run; in this one, if there are several.
+        `plot.png` in the folder of the run; with several runs, in the current folder.
 
     Raises:
       FileNotFoundError: if a run has no `metrics.jsonl`, or `out` no folder.
@@ -74,7 +75,7 @@ def plot(*runs: Run, out: Run | None = None) -> Path:
 
 
 def _lines(logged: dict[str, Any], panel: str) -> list[_Line]:
-    """Returns the lines of a panel: of each run, one for each prefix of its name."""
+    """Returns the lines of a panel: for each run, a line for each prefix of a name."""
     found = []
     for run, scalars in logged.items():
         for name in (x for x in scalars if x.rpartition("/")[2] == panel):

@@ -1,8 +1,9 @@
-"""Pytree optimizers: every optimizer of optax as one object that holds its state.
+"""Pytree optimizers: every optimizer of optax as an object that holds its state.
 
-The functions are those of optax and `optax.contrib`, with their signatures. An argument
-is a leaf if and only if it is an array. A number given as `learning_rate` becomes one;
-everything else is static, as it is in optax. See the README of this folder.
+The module has the functions of optax and `optax.contrib`, with their signatures. An
+argument is a leaf if and only if the argument is an array. A number given as
+`learning_rate` becomes an array. Every further argument is static, as in optax. See the
+README of this folder.
 """
 
 import functools
@@ -63,7 +64,7 @@ def _make_constructor(factory: Any, kind: Any) -> Any:
 
 
 def _find(name: str) -> tuple[Any, Any]:
-    """Returns a function of optax, and the class that is made of it, if one is."""
+    """Returns the object of a name in optax, and `Optimizer`, `Schedule` or `None`."""
     found = vars(optax).get(name, vars(optax.contrib).get(name))
     if found is optax.MultiSteps:
         return found, Optimizer
@@ -91,8 +92,8 @@ def __dir__() -> list[str]:
     return sorted(own | names)
 
 
-# The names of the installed optax are found when they are used. Type checkers know
-# those of optax 0.2.8, so that a misspelled one is an error.
+# The names of the installed optax are found when they are used. Type checkers know the
+# names of optax 0.2.8, so that a misspelled name is an error.
 if TYPE_CHECKING:
     from flax_amp.optim._names import *  # noqa: F403
 else:

@@ -1,4 +1,4 @@
-"""A call of a function of optax as a pytree: arrays are leaves, all else is static."""
+"""A call of a function of optax as a pytree: arrays are leaves, the rest is static."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ PyTree = Any
 class Static(dict[str, PyTree]):
     """The static parts of the arguments by name, with `None` for each array.
 
-    It is hashable metadata of a pytree.
+    A `Static` is hashable, as the metadata of a pytree has to be.
     """
 
     @functools.cached_property
@@ -34,15 +34,16 @@ class Static(dict[str, PyTree]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self._key == other._key
 
-    def __ne__(self, other: object) -> bool:  # that of dict takes 1 for 1.0
+    def __ne__(self, other: object) -> bool:  # `dict.__ne__` takes 1 for 1.0.
         return not self == other
 
 
 class FactoryCall:
     """The base of optimizers and schedules: a factory with its arguments."""
 
-    # Arguments that hold arrays, by name, and all other parts. They are apart because
-    # JAX may put any object in the place of a leaf.
+    # `_arrays` holds the arrays of the arguments, and the states, by name; `_static`
+    # holds the rest of the arguments. They are apart because JAX may put any object in
+    # the place of a leaf.
     _factory: Callable[..., Any]
     _arrays: dict[str, PyTree]
     _static: Static
@@ -60,7 +61,7 @@ class FactoryCall:
                 arguments |= arguments.pop(parameter.name)
         empty = self._new(factory, {}, Static(dict.fromkeys(arguments)))
         vars(self).update(vars(empty._with(arguments)))
-        # optax refuses bad arguments, and warns, here, where the user can see it.
+        # optax refuses bad arguments, and warns, here, where the user can see the call.
         self.build()
 
     @classmethod
@@ -70,7 +71,7 @@ class FactoryCall:
         return made
 
     def _with(self, changes: Mapping[str, Any]) -> Self:
-        """Returns a copy with other arguments and states."""
+        """Returns a copy with changed arguments and states."""
         arrays, static = dict(self._arrays), Static(self._static)
         for name, value in changes.items():
             if name not in static:  # a state
@@ -81,7 +82,7 @@ class FactoryCall:
             arrays[name], static[name] = _tree.partition(value, _tree.is_array)
             if not jax.tree.leaves(arrays[name]):
                 del arrays[name]
-        # In the order of the arguments: it is a part of the structure.
+        # In the order of the arguments: the order is a part of the structure.
         order = [n for n in dict.fromkeys([*static, *arrays]) if n in arrays]
         return self._new(self._factory, {name: arrays[name] for name in order}, static)
 
@@ -89,7 +90,8 @@ class FactoryCall:
         raise AttributeError(f"{self._name} is frozen; expected replace({name}=...).")
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is no attribute comes here; an object in the making has none at all.
+        # Python calls this for names without an attribute. An object in the making has
+        # no attributes at all: a look-up of `_static` would come here again.
         if name in FactoryCall.__annotations__ or name not in self._static:
             raise AttributeError(f"a {type(self).__name__} has no {name!r}", name=name)
         return self._arguments()[name]
@@ -117,21 +119,22 @@ class FactoryCall:
         call = inspect.BoundArguments(signature, declared)  # type: ignore[arg-type]
         return self._factory(*call.args, **call.kwargs, **var_keywords)
 
-    # Its arguments by name, those of the calls inside included
+    # The arguments by name, with the arguments of the calls inside
 
     def replace(self, **changes: Any) -> Self:
-        """Returns a copy with other arguments.
+        """Returns a copy with changed arguments.
 
         A number in the place of an array becomes an array: nothing is compiled again.
-        The state stays as it is.
+        The state is not changed.
 
         Args:
-          **changes: values by the name of an argument, or by the end of the path of one
-            inside, if there is one such: `init_value`, `learning_rate/init_value`.
+          **changes: values by the name of an argument, or by the end of the path of an
+            argument inside, if only a single path ends so: `init_value`,
+            `learning_rate/init_value`.
         """
         new, own, inside = self, {*self._static, *self._arrays}, self._numbers()
         for name, value in changes.items():
-            # A name of this call comes before the same one inside.
+            # A name of this call comes before the same name inside.
             found = [x for x in inside if f"/{x}".endswith(f"/{name}")]
             if name not in own and len(found) != 1:
                 raise TypeError(
@@ -154,7 +157,8 @@ class FactoryCall:
         leaves = jax.tree_util.tree_leaves_with_path(self._arguments(), is_leaf=is_call)
         for keys, leaf in leaves:
             path = prefix + _path(keys)
-            # A function is no schedule because it takes a count: `jnp.tanh` does.
+            # Not every function is a schedule: `jnp.tanh` also takes a number. A plain
+            # function is a schedule only under the name `learning_rate`.
             is_rate = callable(leaf) and path.rpartition("/")[2] == "learning_rate"
             if is_rate or (is_call(leaf) and callable(leaf)) or is_number(leaf):
                 found[path] = leaf
@@ -177,11 +181,11 @@ class FactoryCall:
         name = path.partition("/")[0]
         return {name: arguments[name]}
 
-    # The factory is metadata of two types of pytrees. With a class for each factory,
-    # none would ever be freed, as JAX holds its types of pytrees.
+    # The factory is metadata of two types of pytrees. With a class for each factory, no
+    # class would ever be freed, because JAX holds its types of pytrees.
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        # The function without keys takes half the time, at each call of a step.
+        # `_flatten`, without keys, takes half the time at each call of a step.
         jax.tree_util.register_pytree_with_keys(
             cls, cls._flatten_with_keys, cls._unflatten, cls._flatten
         )
@@ -239,7 +243,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _rate(value: Any) -> Any:
-    """Returns a learning rate, as an array if it is a number: runs change it."""
+    """Returns a learning rate; a number becomes an array, as runs change the rate."""
     if not is_number(value) or (_tree.is_array(value) and _is_float(value)):
         return value
     # An array of NumPy starts no backend.
@@ -247,10 +251,10 @@ def _rate(value: Any) -> Any:
 
 
 def _as_argument(leaf: Any) -> Any:
-    """Returns an argument as the factory gets it.
+    """Returns an argument in the form that the factory gets.
 
-    A scalar of the default float dtype promotes like the Python number that it stands
-    for, so that updates have the dtypes that they have in optax.
+    A scalar of the default float dtype promotes like the Python number in whose place
+    the scalar stands, so that updates have the same dtypes as in optax.
     """
     if is_call(leaf):
         return leaf.build()
@@ -263,7 +267,7 @@ def _as_argument(leaf: Any) -> Any:
 
 
 def _match_arrays(old: PyTree, new: PyTree) -> PyTree:
-    """Returns an argument with arrays for its numbers where the old one has arrays."""
+    """Returns an argument with arrays for its numbers where `old` has arrays."""
     structure: Any = jax.tree.structure(new)
     if structure != jax.tree.structure(old):
         return jax.tree.map(_tree.own, new)
@@ -271,15 +275,15 @@ def _match_arrays(old: PyTree, new: PyTree) -> PyTree:
 
 
 def _as_array_like(old: Any, new: Any) -> Any:
-    """Returns a number as an array with the dtype, shape and sharding of another."""
+    """Returns a number as an array with the dtype, shape and sharding of `old`."""
     if not (is_number(old) and _tree.is_array(old) and is_number(new)):
         return _tree.own(new)
     space: Any = jnp if isinstance(new, jax.Array) or isinstance(old, jax.Array) else np
     fits = _is_float(old) or not _is_float(new)
     array = space.array(new, old.dtype if fits else None)
-    if array.ndim < old.ndim:  # one number for all runs of a sweep
+    if array.ndim < old.ndim:  # a single number for all runs of a sweep
         array = space.broadcast_to(array, old.shape)
     if any(isinstance(x, jax.core.Tracer) for x in (old, array)):
-        return array  # traced values lie on no device
+        return array  # A traced value lies on no device.
     placed = getattr(old, "committed", False)
     return jax.device_put(array, old.sharding) if placed else array

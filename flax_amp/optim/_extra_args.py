@@ -1,4 +1,4 @@
-"""Extra arguments: what an optimizer reads beside gradients, state and parameters."""
+"""Extra arguments, which an optimizer reads beside gradients, state and parameters."""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def taken_by(update: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those extra arguments that the `update` of an optimizer declares."""
+    """Returns the extra arguments that the `update` of an optimizer declares."""
     try:
         parameters = inspect.signature(update).parameters.values()
     except (TypeError, ValueError):  # a function without a signature
@@ -22,11 +22,11 @@ def taken_by(update: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, 
 
 
 def without_refused(call: Callable[..., T], given: Mapping[str, Any]) -> T:
-    """Calls a function with extra arguments, and again without one that it refuses.
+    """Calls a function with extra arguments, and again without a refused argument.
 
-    A chain declares any argument, and hands it to optimizers that may take none:
-    `optax.contrib.sam` is a `GradientTransformationExtraArgs`, and its `update` has no
-    keywords. Only the call tells.
+    A chain declares any argument, and hands each argument to optimizers that may take
+    none: `optax.contrib.sam` is a `GradientTransformationExtraArgs`, and its `update`
+    has no keywords. Only the error of the call tells the refused argument.
     """
     left = dict(given)
     while True:
@@ -40,10 +40,11 @@ def without_refused(call: Callable[..., T], given: Mapping[str, Any]) -> T:
 
 
 def taking_any(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that takes any extra argument, and ignores those unknown.
+    """Returns an optimizer that takes any extra argument, and ignores unknown names.
 
-    `optax.with_extra_args_support` does it for a `GradientTransformation`, if that says
-    the truth about itself. `optax.MultiSteps`, which is none, also gets its arguments.
+    `optax.with_extra_args_support` does the same for a `GradientTransformation`, if its
+    type is right about the extra arguments. `optax.MultiSteps`, which is no
+    `GradientTransformation`, also gets its arguments here.
     """
 
     def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""For type checkers: the names of `flax_amp.optim`, which it has from optax 0.2.8."""
+"""For type checkers: the names that `flax_amp.optim` has from optax 0.2.8."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast

@@ -15,10 +15,10 @@ from flax_amp.optim._spike_rule import SpikeState
 
 PyTree = Any
 
-# What states of optax call the count that they give to schedules.
+# The names that states of optax have for the count that schedules get.
 _COUNTS = ("count", "step_count", "step")
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-# States of what does not update the optimizer inside at every step.
+# The states of optimizers that do not update the optimizer inside at every step.
 _GATES = (
     optax.ApplyIfFiniteState,
     optax.ConditionallyMaskState,
@@ -44,7 +44,7 @@ class Schedule(FactoryCall):
 
 
 class Optimizer(FactoryCall):
-    """An optimizer of optax with its hyper-parameters and its state, as one pytree.
+    """An optimizer of optax with its hyper-parameters and its state, as a pytree.
 
     Make one with a function of `flax_amp.optim`, such as `adamw`, or with `wrap`.
 
@@ -114,7 +114,7 @@ class Optimizer(FactoryCall):
         return self.build()
 
     def replace(self, **changes: Any) -> Self:
-        """Returns a copy with other arguments, or another `opt_state`."""
+        """Returns a copy with changed arguments, or another `opt_state`."""
         if variables := _tree.nodes(self, nnx.Variable):  # in an `nnx.Optimizer`
             arrays, structure = jax.tree.flatten(pure(self).replace(**changes))
             both = zip(variables, arrays, strict=True)
@@ -123,15 +123,16 @@ class Optimizer(FactoryCall):
 
     @property
     def hyperparams(self) -> dict[str, jax.Array]:
-        """The values of this step by name, those of the optimizers inside included.
+        """The values of this step by name, also of the optimizers inside.
 
-        Schedules give the value that the last update used, before the first that of a
-        count of 0; they are left out where the state does not tell their counts. Names
-        that occur twice are preceded by the path to their optimizer.
+        A schedule gives the value that the last update used, and before the first
+        update the value at a count of 0. Schedules are left out where the state does
+        not tell their counts. A name that occurs twice is preceded by the path to its
+        optimizer.
         """
         whole = pure(self)
         found, count = whole._numbers(), _count(whole.opt_state)
-        # Without what is inside of a schedule.
+        # Without the numbers inside of a schedule, whose value is listed.
         found = {p: x for p, x in found.items() if p.rpartition("/")[0] not in found}
         ends = Counter(path.rpartition("/")[2] for path in found)
         values = dict[str, Any]()
@@ -163,27 +164,29 @@ def check_optimizer(tx: Any, caller: str) -> None:
 def update_state(
     grads: PyTree, state: Optimizer, params: PyTree = None, **extra_args: Any
 ) -> tuple[PyTree, Optimizer]:
-    """Updates a pytree optimizer that is the state of one of optax."""
+    """Updates a pytree optimizer that is the state of an optax optimizer."""
     return state.update(grads, params, **extra_args)
 
 
 def pure(tree: PyTree) -> PyTree:
-    """Returns a tree with arrays for variables, which `nnx.Optimizer` makes of them."""
+    """Returns a tree with the arrays of the variables that `nnx.Optimizer` makes."""
     return nnx.as_pure(tree) if _tree.nodes(tree, nnx.Variable) else tree
 
 
 def _count(opt_state: PyTree) -> Any:
     """Returns the count that the last update gave to schedules, at first 0.
 
-    `None` if the state has no count, or some optimizers inside do not update at every
-    step.
+    The result is `None` if the state has no count, or if some optimizers inside do not
+    update at every step.
     """
-    # It is read from the state. A record of what a schedule is called with could not
-    # leave the `cond` of `MultiSteps`, and checkpoints of optax have none.
+    # The count is read from the state. A record of the counts that schedules are called
+    # with could not leave the `cond` of `MultiSteps`, and checkpoints of optax have no
+    # such record.
     if opt_state is None:
         return jnp.zeros((), jnp.int32)
-    # Behind a gate around all of it, every count waits alike. Without one, all counts
-    # are equal, so that the first stands for those of all schedules.
+    # Behind a gate around the whole optimizer, every count waits alike. Without a gate,
+    # all counts are equal, so that the first count stands for the counts of all
+    # schedules.
     inside = tuple(opt_state) if isinstance(opt_state, _GATES) else opt_state
     if _tree.nodes(inside, _GATES):
         return None

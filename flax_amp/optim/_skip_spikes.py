@@ -1,17 +1,19 @@
 """`skip_spikes`: an optimizer that skips a step whose loss or gradients are a spike.
 
-The loss or the gradients of a bad batch are finite, and far above those of the steps
-before it. One update with them can undo what many steps have learned. Runs of language
-models skip such steps: the `SkipStepOptimizer` of OLMo-core does it in PyTorch, and
-`skip_step_on_spikes` of MaxText in optax. `_spike_rule.py` differs from both:
+The loss and the gradients of a bad batch can be finite, and far above the values of the
+steps before. A single update with such gradients can undo the progress of many steps.
+Runs of language models skip such steps: `SkipStepOptimizer` of OLMo-core in PyTorch,
+and `skip_step_on_spikes` of MaxText in optax. `_spike_rule.py` differs from both:
 
-- They record a spike as it is. One that is 1000 times the loss hides those of up to 500
-  times, as long as it is in the window. Here its record is bounded.
-- Their factor is 6, for large batches, whose losses are close to a normal distribution.
-  The losses and norms of small batches have long tails: of 147,000 steps, in 17 small
-  tasks with three seeds and no bad batch, a factor of 6 skips 332, one of 12 skips 43,
-  and one of 20 skips 14, in the four tasks whose data or loss have the longest tails.
-  Rules with logarithms or medians that skip as few of them miss more real spikes.
+- Both record a spike with its full value. A spike of 1000 times the loss hides spikes
+  of up to 500 times the loss, as long as the first spike is in the window. Here the
+  recorded value of a spike is bounded.
+- Both have a factor of 6, for large batches, whose losses are close to a normal
+  distribution. The losses and norms of small batches have long tails: of 147,000 steps,
+  in 17 small tasks with three seeds and no bad batch, a factor of 6 skips 332 steps, a
+  factor of 12 skips 43 steps, and a factor of 20 skips 14 steps, in the four tasks
+  whose data or loss have the longest tails. Rules with logarithms or medians that skip
+  as few of these steps miss more real spikes.
 """
 
 import dataclasses
@@ -38,11 +40,11 @@ from flax_amp.optim._spike_rule import (
 
 Array = jax.Array
 PyTree = Any
-# An optimizer of optax, or one of `flax_amp.optim`.
+# An optimizer of optax, or of `flax_amp.optim`.
 Tx = TypeVar("Tx", bound=Any)
 
 _LARGEST = np.finfo(np.float32).max
-# States of which `keep_counts` takes fields from the new one.
+# The states of which `keep_counts` takes some fields from the new state.
 _KEPT = (SpikeState, optax.MultiStepsState)
 
 
@@ -51,7 +53,7 @@ class _SpikeSkipper:
     """The two functions of an optimizer that skips spikes."""
 
     inner: Any  # the optimizer of optax, as it was given
-    factor: float | Array = dataclasses.field(hash=False)  # an array has no hash
+    factor: float | Array = dataclasses.field(hash=False)  # An array has no hash.
     window: int
     warmup: int
 
@@ -63,7 +65,8 @@ class _SpikeSkipper:
             update_norms=empty_history(self.window),
             spikes_total=jnp.zeros((), jnp.int32),
             spikes_in_a_row=jnp.zeros((), jnp.int32),
-            # With strong types, which the select below has, a step is traced once.
+            # With strong types, which the select in `update` has, a step is traced only
+            # once.
             inner_state=jax.tree.map(_tree.strong_copy, self.inner.init(params)),
         )
 
@@ -80,8 +83,8 @@ class _SpikeSkipper:
         new, inner_state = taking_any(self.inner).update(
             updates, state.inner_state, params, **extra
         )
-        # A select and no `lax.cond`: XLA fuses it into the update (`_select` of the
-        # training step has what a branch costs).
+        # A select and no `lax.cond`: XLA fuses a select into the update. `_select` of
+        # the training step (`_training/core.py`) has the cost of a branch.
         new = _tree.select(is_spike, optax.tree.zeros_like(new), new)
         inner_state = _tree.select(is_spike, state.inner_state, inner_state)
         one_more = optax.safe_increment
@@ -98,8 +101,8 @@ class _SpikeSkipper:
     ) -> tuple[Array, dict[str, History]]:
         """Returns whether some value is a spike, and the next histories by field."""
         # Each step at a new level raises the limit, by some 15 percent with a window of
-        # 128. However high a level is, if it lasts for half a window, it is normal, and
-        # the histories begin with it, and so does `warmup`.
+        # 128. A level that lasts for half a window is normal, however high: the
+        # histories begin anew with this level, and so does `warmup`.
         is_new_level = state.spikes_in_a_row >= self.window // 2
         is_spike = jnp.array(False)
         histories = {}
@@ -131,17 +134,17 @@ def skip_spikes(
     is the extra argument `loss`, or else `value`; and the extra argument `grad_norm`.
     All extra arguments are handed on to `tx`.
 
-    A spike is recorded as at most six standard deviations above the mean, so that it
-    hides no other. A level that lasts becomes normal, after half a window at the
-    latest. Values that are not finite are neither judged nor recorded, and `tx` gets
-    the updates: a training step of `flax_amp` skips such a step itself, and so does
-    `optax.apply_if_finite`.
+    A spike is recorded as at most six standard deviations above the mean, so that no
+    spike hides the next spike. A level that lasts becomes normal, after half a window
+    at the latest. Values that are not finite are neither judged nor recorded, and `tx`
+    gets the updates: a training step of `flax_amp` skips such a step itself, and so
+    does `optax.apply_if_finite`.
 
     Args:
-      tx: an optimizer of optax, or one of `flax_amp.optim`.
-      factor: the number of standard deviations. With a smaller one, smaller spikes are
-        skipped, and more steps that are none. For the large batches of language models,
-        OLMo-core and MaxText have 6.
+      tx: an optimizer of optax, or of `flax_amp.optim`.
+      factor: the number of standard deviations. With a smaller factor, smaller spikes
+        are skipped, and more steps that are no spike. For the large batches of language
+        models, OLMo-core and MaxText have a factor of 6.
       window: the number of values that are kept, at least 16.
       warmup: the number of values before anything is skipped, from 8 to `window`. By
         default half of the window.
@@ -179,7 +182,7 @@ def skip_spikes(
 
 
 def _may_be_a_factor(factor: Any) -> bool:
-    """Whether a factor is a number above 0; of one that is traced, nobody knows."""
+    """Whether a factor is a number above 0; a traced factor may be such a number."""
     if isinstance(factor, jax.core.Tracer):
         return True
     return is_number(factor) and bool(np.all(np.asarray(factor) > 0))
@@ -190,9 +193,10 @@ def _judged_values(updates: PyTree, extra: Mapping[str, Any]) -> dict[str, Array
     loss = extra.get("loss")
     if loss is None:
         loss = extra.get("value")
-    # Both norms: inside of `optax.MultiSteps`, the updates are the mean of several
-    # gradients, and `grad_norm` is that of the last. Behind a clip, `grad_norm` alone
-    # tells a spike. In a training step both are one number, which XLA computes once.
+    # Both norms are judged: inside of `optax.MultiSteps`, the updates are the mean of
+    # several gradients, and `grad_norm` is the norm of the last gradients. Behind a
+    # clip, `grad_norm` alone tells a spike. In a training step both norms are the same
+    # number, which XLA computes once.
     grad_norm = extra.get("grad_norm")
     norm = _norm(updates, may_overflow=grad_norm is not None)
     norms = {"grad_norms": grad_norm, "update_norms": norm}
@@ -210,13 +214,14 @@ def _judged_values(updates: PyTree, extra: Mapping[str, Any]) -> dict[str, Array
 def _norm(updates: PyTree, *, may_overflow: bool) -> Array | None:
     """Returns the norm of updates, or `None` if there are none.
 
-    It overflows if it is above 1e19, or else it is at most the largest float32 number.
+    With `may_overflow`, a norm above 1e19 becomes an inf: its square is no float32
+    number. Otherwise the norm of finite updates is at most the largest float32 number.
     """
     leaves = [x for x in jax.tree.leaves(updates) if _tree.is_inexact(x)]
     if not leaves:
         return None
     norm = optax.tree.norm([_tree.widen(x) for x in leaves])
-    if may_overflow:  # the check reads all updates once more
+    if may_overflow:  # `all_finite` would read all updates once more.
         return norm
     return jnp.where(_tree.all_finite(leaves), jnp.minimum(norm, _LARGEST), jnp.inf)
 
@@ -225,9 +230,10 @@ def _norm(updates: PyTree, *, may_overflow: bool) -> Array | None:
 
 
 def spiked(old: PyTree, new: PyTree) -> Array | None:
-    """Returns whether an update was a spike, bool[], from the states around it.
+    """Returns whether an update was a spike, bool[], from the old and the new state.
 
-    `None` if no `skip_spikes` is anywhere in the optimizer; of several, any counts.
+    The result is `None` if no `skip_spikes` is anywhere in the optimizer. With several
+    `skip_spikes`, a spike of any of them counts.
     """
     pairs = zip(_spike_states(old), _spike_states(new), strict=True)
     found = [before.spikes_total != after.spikes_total for before, after in pairs]
@@ -237,26 +243,26 @@ def spiked(old: PyTree, new: PyTree) -> Array | None:
 def spikes_total(opt_state: PyTree) -> Array | None:
     """Returns the number of spikes so far, int32[], or `None` without `skip_spikes`.
 
-    Of several, each counts those that it saw.
+    With several `skip_spikes`, the result is the sum of their counts.
     """
     found = [state.spikes_total for state in _spike_states(opt_state)]
     return jnp.sum(jnp.stack(found)) if found else None
 
 
 def spikes_in_a_row(opt_state: PyTree) -> Array | None:
-    """Returns the number of spikes since the last other step; of several, the largest.
+    """Returns the number of spikes since the last step without a spike, int32[].
 
-    `None` without `skip_spikes`.
+    The result is `None` without `skip_spikes`, and the largest number with several.
     """
     found = [state.spikes_in_a_row for state in _spike_states(opt_state)]
     return jnp.max(jnp.stack(found)) if found else None
 
 
 def keep_counts(old: PyTree, new: PyTree) -> PyTree:
-    """Returns a state as it was before an update, with what was recorded in this one.
+    """Returns the state before an update, with the records that the update has made.
 
-    All of a `SpikeState` is new, but for the state inside. Where micro-steps have made
-    a spike, so are the sums of an `optax.MultiStepsState`.
+    All of a `SpikeState` is new, except for the state inside. The sums of an
+    `optax.MultiStepsState` are new as well, where micro-steps have made a spike.
     """
     pairs = zip(_tree.nodes(old, _KEPT), _tree.nodes(new, _KEPT), strict=True)
     return _tree.replace_nodes(old, _KEPT, [_with_new_counts(*pair) for pair in pairs])
@@ -269,8 +275,9 @@ def _with_new_counts(old: Any, new: Any) -> Any:
     is_spike = spiked(*inside)
     if is_spike is None:
         return old
-    # The spike is a sum of gradients of several steps. The old sum still holds some of
-    # them, and would be a spike again at the next step. So the sum begins anew.
+    # The spike is a sum of the gradients of several steps. The old sum still holds some
+    # of these gradients, and would be a spike again at the next step. So the sum begins
+    # anew.
     sums = ("mini_step", "acc_grads", "skip_state")
     chosen = {
         name: _tree.select(is_spike, getattr(new, name), getattr(old, name))
@@ -280,7 +287,7 @@ def _with_new_counts(old: Any, new: Any) -> Any:
 
 
 def _spike_states(tree: PyTree) -> Iterator[SpikeState]:
-    """Yields every `SpikeState` in a tree, also those inside of others."""
+    """Yields every `SpikeState` in a tree, also inside of another `SpikeState`."""
     for state in _tree.nodes(tree, SpikeState):
         yield state
         yield from _spike_states(state.inner_state)

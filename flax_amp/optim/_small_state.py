@@ -1,8 +1,8 @@
 """`small_state`: an optimizer that stores its moments and the parameters in bfloat16.
 
-What is stored in bfloat16 is cast up, the optimizer computes in float32 as ever, and
-what it returns is rounded back. Rounding to the nearest number would not work: the
-second moment of Adam would stay where it is for ever (`docs/small_states.md`). So the
+The arrays in bfloat16 are cast to float32, the optimizer computes in float32 as ever,
+and the results are rounded back. Rounding to the nearest number would not work: the
+second moment of Adam would keep its value for ever (`docs/small_states.md`). So the
 rounding is stochastic (Gupta et al., "Deep Learning with Limited Numerical Precision",
 2015). Between the numbers `a` and `b`, `x` becomes `b` with the probability
 `(x - a) / (b - a)`, and is right on average:
@@ -11,10 +11,10 @@ rounding is stochastic (Gupta et al., "Deep Learning with Limited Numerical Prec
     random bits    +                 |1011010000111001
     sum, cut off   0 01111110 0110100|                      bfloat16
 
-The bits are added as integers: XLA may drop a cast to bfloat16 and back. They are a
+The bits are added as integers: XLA may drop a cast to bfloat16 and back. The bits are a
 hash of the number of the update, of the name of the leaf, and of the index of the
-element. They are stored nowhere, a run that is resumed draws the same ones, and so does
-every layout of devices, because a hash of an index knows nothing of shards.
+element. They are stored nowhere. A run that is resumed draws the same bits, and so does
+every layout of devices, because a hash of an index does not depend on shards.
 """
 
 import dataclasses
@@ -35,14 +35,14 @@ from flax_amp.optim._spike_rule import SpikeState
 PyTree = Any
 Rounding = Literal["stochastic", "nearest"]
 Where = Callable[[str, Any], bool]
-# An optimizer of optax, or one of `flax_amp.optim`.
+# An optimizer of optax, or of `flax_amp.optim`.
 Tx = TypeVar("Tx", bound=Any)
 
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 # Fields of the states of optax in which gradients add up. They have to be exact.
 _SUMS = ("acc_grads", "grad_acc")
-# What may be around an optimizer and changes no update, except to zeros: the field of
-# the state inside.
+# The states of optimizers that may be around an optimizer and change no update, except
+# to zeros, each with its field for the state inside.
 _AROUND = dict.fromkeys(
     (optax.ApplyIfFiniteState, SpikeState, *INJECTED), "inner_state"
 )
@@ -53,11 +53,11 @@ class SmallState(NamedTuple):
     """The state of an optimizer that `small_state` wraps."""
 
     roundings: jax.Array  # int32[], the number of updates whose results were rounded
-    inner_state: PyTree  # the state of the optimizer, some leaves of it in bfloat16
+    inner_state: PyTree  # the state of the optimizer, with some leaves in bfloat16
 
 
 def has_two_dimensions(path: str, leaf: Any) -> bool:
-    """Whether a leaf has two or more dimensions. What has fewer is small anyway."""
+    """Whether a leaf has two or more dimensions. Leaves with fewer are small anyway."""
     return leaf.ndim >= 2
 
 
@@ -91,7 +91,7 @@ class _RoundingOptimizer:
         """Whether a leaf of a state belongs to a parameter, and `where` takes it."""
         if getattr(leaf, "dtype", None) != jnp.float32 or not leaf.ndim:
             return False
-        # The path `0/mu/kernel` ends with that of the parameter `kernel`.
+        # The path `0/mu/kernel` ends with the path of the parameter `kernel`.
         suffixes = (path[i:] for i in range(len(path) + 1))
         of_parameter = any(shapes.get(suffix) == leaf.shape for suffix in suffixes)
         is_sum = any(name in _SUMS for name in path)
@@ -100,11 +100,12 @@ class _RoundingOptimizer:
     def update(
         self, updates: PyTree, state: SmallState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, SmallState]:
-        """Returns the updates and the next state, with what is bfloat16 rounded.
+        """Returns the updates and the next state, with all bfloat16 arrays rounded.
 
         The update of a parameter in bfloat16 is the rounded new parameter minus the old
-        one. `optax.apply_updates` adds it back: if the parameter shrinks by more than
-        about 2**16 in one update, it is a few of its smallest steps off.
+        parameter. `optax.apply_updates` adds the update to the old parameter: if the
+        parameter shrinks by a factor of more than about 2**16 in an update, the result
+        is a few of its smallest steps off.
         """
         if not isinstance(state, SmallState) or params is None:
             raise TypeError(
@@ -133,14 +134,16 @@ class _RoundingOptimizer:
         map_ = jax.tree_util.tree_map_with_path
         updates = map_(rounded_update, updates, params)
         inner_state = map_(rounded_leaf, new, state.inner_state)
-        # The count may wrap around. One that stopped would draw the same bits for ever.
+        # The count may wrap around. If the count stopped at its largest number, every
+        # later update would draw the same bits.
         return updates, SmallState(state.roundings + 1, inner_state)
 
     def _as_the_optimizer_has_it(self, stored: PyTree, params: PyTree) -> PyTree:
-        """Returns a state with the dtypes that the optimizer itself gives it.
+        """Returns a state with the dtypes that the optimizer itself gives its state.
 
-        One that stores a moment in bfloat16 by its own `mu_dtype` has to get it so: in
-        the branches of `optax.MultiSteps`, the old state and the new one must be alike.
+        An optimizer that stores a moment in bfloat16 by its own `mu_dtype` has to get
+        the moment in bfloat16: in the branches of `optax.MultiSteps`, the old state and
+        the new state must have the same dtypes.
         """
         own = jax.eval_shape(self.inner.init, params)
         cast = lambda x, like: x.astype(like.dtype) if _is_bfloat16(x) else x  # noqa: E731
@@ -162,20 +165,20 @@ def small_state(
 ) -> Tx:
     """Makes an optimizer that stores its state, and the parameters, in bfloat16.
 
-    It computes in float32, as `tx` does. Leaves of its state that belong to a parameter
-    and have its shape are stored in bfloat16, with a stochastic rounding; counts, keys,
-    small leaves and gradients that are being added up stay as they are. Parameters that
-    are bfloat16 themselves are updated in float32, and rounded in the same way:
-    `update` needs the parameters.
+    The optimizer computes in float32, as `tx` does. Leaves of its state that belong to
+    a parameter and have the shape of the parameter are stored in bfloat16, with a
+    stochastic rounding; counts, keys, small leaves and gradients that are being added
+    up stay as they are. Parameters that are bfloat16 themselves are updated in float32,
+    and rounded in the same way: `update` needs the parameters.
 
-    It has to be around an `optax.chain`, or the last one in it: what followed it would
-    change updates that are rounded.
+    `small_state` has to be around an `optax.chain`, or the last optimizer in the chain:
+    a later optimizer would change updates that are rounded.
 
     Args:
-      tx: an optimizer of optax, or one of `flax_amp.optim`.
-      dtype: bfloat16. No other dtype of two bytes has the range of float32.
-      rounding: "stochastic", or "nearest", with which the second moment of Adam stays
-        where it is, and small updates of parameters are lost.
+      tx: an optimizer of optax, or of `flax_amp.optim`.
+      dtype: bfloat16. No further dtype of two bytes has the range of float32.
+      rounding: "stochastic", or "nearest", with which the second moment of Adam keeps
+        its value, and small updates of parameters are lost.
       where: `where(path, leaf)`, which tells whether a leaf of the state that belongs
         to a parameter is stored in bfloat16. The path is `0/mu/Dense_0/kernel`.
 
@@ -205,13 +208,15 @@ def small_state(
 
 @jax.custom_jvp
 def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """Rounds float32 numbers to one of the two bfloat16 numbers next to them.
+    """Rounds each float32 number to the bfloat16 number below or above, at random.
 
-    Of `bits`, uint32[...], the lower 16 are random. Infs and NaNs stay, and no finite
-    number becomes an inf. Its derivative is that of its mean, which is `x`.
+    The lower 16 bits of `bits`, uint32[...], are random. Infs and NaNs stay, and no
+    finite number becomes an inf. The derivative is the derivative of the mean of the
+    result, which is `x`.
     """
     bounded = jnp.clip(x, -_LARGEST, _LARGEST)
     word = jax.lax.bitcast_convert_type(bounded, jnp.uint32)
+    # The lower 16 bits of a float32 number are the bits that bfloat16 lacks.
     word = (word + (bits & 0xFFFF)) & np.uint32(0xFFFF0000)
     # The upper half alone would do, as a uint16. But a fusion of XLA for TPUs ends at a
     # bitcast of its result: an update of Adam would read its gradients twice.
@@ -228,7 +233,7 @@ def _round_jvp(primals: Any, tangents: Any) -> Any:
 def random_bits(shape: tuple[int, ...], key: jax.Array, name: str) -> jax.Array:
     """Returns a hash of a key, of a name and of the index of each element.
 
-    The key is a uint32[] of which each bit is random. By XLA's estimate for a TPU v5e,
+    The key is a uint32[] whose bits are all random. By XLA's estimate for a TPU v5e,
     an update of Adam, all in bfloat16, takes 1.57 times as long with threefry, and 1.12
     times with `unsafe_rbg`, whose bits also depend on the sharding.
     """
@@ -240,15 +245,17 @@ def random_bits(shape: tuple[int, ...], key: jax.Array, name: str) -> jax.Array:
         index += iota * np.uint32(stride % 2**32)
         stride *= shape[axis]
     # Multiplied, not added: with a sum, the same two elements of two leaves would share
-    # their bits in every update.
+    # their bits in every update. An odd factor loses no bit of the key.
     factor = np.uint32(zlib.crc32(name.encode()) | 1)
-    # Twice: after one round, elements whose indices differ in a few bits are correlated
-    # by up to 0.05.
+    # Hashed twice: after a single round, elements whose indices differ in a few bits
+    # are correlated by up to 0.05.
     return _hash(_hash(index ^ (key * factor)) + key)
 
 
 def key_of(count: jax.Array) -> jax.Array:
-    """Returns the key of an update, uint32[], from the number of updates before it."""
+    """Returns the key of an update, uint32[], from the number of earlier updates."""
+    # Without the 1, the first key would be 0, the hash of 0. The factor is 2**32 over
+    # the golden ratio, which spreads consecutive counts over all words.
     return _hash((count.astype(jnp.uint32) + 1) * np.uint32(0x9E3779B9))
 
 
@@ -260,14 +267,14 @@ def _hash(x: jax.Array) -> jax.Array:
 
 
 def rounds_parameters(opt_state: PyTree) -> bool:
-    """Whether a state is that of an optimizer that rounds all bfloat16 parameters.
+    """Whether the optimizer of a state rounds all bfloat16 parameters.
 
-    `small_state` has to be the outermost optimizer that changes updates: others would
-    round to the nearest number.
+    `small_state` has to be the outermost optimizer that changes updates: an optimizer
+    around `small_state` would round to the nearest number.
     """
     if isinstance(opt_state, SmallState):
         return True
-    if type(opt_state) is tuple and opt_state:  # of a chain
+    if type(opt_state) is tuple and opt_state:  # the state of a chain
         return rounds_parameters(opt_state[-1])
     for kind, field in _AROUND.items():
         if isinstance(opt_state, kind):

@@ -1,16 +1,17 @@
-"""What a spike is: a value far above the recent values, of a loss or a gradient norm.
+"""The rule for a spike: a loss or a gradient norm that is far above the recent values.
 
-A value is a spike if it is more than `factor` standard deviations above the mean of the
-last `window` values. It is recorded, as at most six standard deviations above the mean.
-After 128 values near 1.0, whose standard deviation is 0.048, and with a factor of 20:
+A value is a spike if the value is more than `factor` standard deviations above the mean
+of the last `window` values. A spike is recorded as at most six standard deviations
+above the mean. After 128 values near 1.0, whose standard deviation is 0.048, and with a
+factor of 20:
 
     value       1.0     1000     1.0    1000
     limit       1.96    1.96     2.09   2.08
     recorded    1.0     1.29     1.0    1.33
 
-So a spike raises the limit a little. Recorded as it is, the first one would hide the
-second. If spikes were not recorded, no new level could ever become normal: here a level
-that lasts raises the limit step by step.
+So a spike raises the limit a little. With its full value in the record, the first spike
+would hide the second spike. If spikes were not recorded, no new level could ever become
+normal: here a level that lasts raises the limit step by step.
 """
 
 from typing import Any, NamedTuple
@@ -24,18 +25,17 @@ from flax_amp import _tree
 Array = jax.Array
 PyTree = Any
 
-# With fewer values, their standard deviation says little: nothing is a spike, and all
-# is recorded as it is.
+# With fewer values, their standard deviation says little: no value is a spike, and each
+# value is recorded in full.
 FEWEST = 8
-# The least standard deviation, as a share of the mean. Without it, a single bit more is
-# a spike if all losses were equal before. With a factor of 20, it takes a rise by a
-# fifth.
+# The least standard deviation, as a share of the mean. Without this bound, a single bit
+# more is a spike if all losses were equal before. With a factor of 20, a spike takes a
+# rise by a fifth.
 _LEAST_SPREAD = np.float32(0.01)
 # A value is recorded as at most so many standard deviations above the mean. The limit
-# rises on and on where more than one in 37 values, `1 + 6**2`, is a spike. So a new
-# level becomes normal, and bad batches of 1000 times the loss, one in every 40 steps,
-# never do. With a larger number, a new level becomes normal sooner, and so do rarer
-# batches.
+# rises on and on where more than 1 in 37 values, `1 + 6**2`, is a spike. So a new level
+# becomes normal, and bad batches of 1000 times the loss, 1 in every 40 steps, never do.
+# With a larger number, a new level becomes normal sooner, and so do rarer batches.
 _MOST_RECORDED = np.float32(6)
 _LARGEST = np.finfo(np.float32).max
 
@@ -45,8 +45,9 @@ class History(NamedTuple):
 
     values: Array  # float32[window], a ring: the oldest value is replaced
     # int32[], the number of values so far. Above `window` only its remainder matters,
-    # so it falls back from `2 * window` to `window`, and never overflows. It is not
-    # named `count`: what has this name in a state is taken for the count of a schedule.
+    # so the number falls back from `2 * window` to `window`, and never overflows. The
+    # field is not named `count`: `_optimizer.py` takes a field of this name in a state
+    # for the count of a schedule.
     seen: Array
 
 
@@ -54,10 +55,10 @@ class SpikeState(NamedTuple):
     """The state of an optimizer that `skip_spikes` wraps."""
 
     losses: History
-    grad_norms: History  # what the caller gave as `grad_norm`
-    update_norms: History  # of the updates that came in
+    grad_norms: History  # the norms that the caller gave as `grad_norm`
+    update_norms: History  # the norms of the updates that came in
     spikes_total: Array  # int32[], the number of skipped steps
-    spikes_in_a_row: Array  # int32[], the spikes since the last other step
+    spikes_in_a_row: Array  # int32[], the spikes since the last step without a spike
     inner_state: PyTree  # the state of the optimizer
 
 
@@ -77,7 +78,7 @@ def judge(
     # A finite float64 number may be an inf in float32.
     value = jnp.clip(jnp.asarray(value, jnp.float32), -_LARGEST, _LARGEST)
     mean, spread = _mean_and_spread(history)
-    # Only zeros have no spread, and there is no size to compare a value with.
+    # Only zeros have no spread, and zeros have no size to compare a value with.
     is_known = (history.seen >= FEWEST) & (spread > 0)
     limit = mean + jnp.asarray(factor, jnp.float32) * spread
     is_spike = is_finite & is_known & (value > limit) & (history.seen >= warmup)
@@ -87,7 +88,7 @@ def judge(
 
 
 def _mean_and_spread(history: History) -> tuple[Array, Array]:
-    """Returns the mean of the values, and their standard deviation, or its least."""
+    """Returns the mean of the values, and their standard deviation, with its bound."""
     values, seen = history
     is_value = jnp.arange(values.size) < seen
     count = jnp.clip(seen, 2, values.size).astype(jnp.float32)
@@ -108,7 +109,7 @@ def _with_value(history: History, value: Array) -> History:
     """Returns the history with one more value."""
     values, seen = history
     window = values.size
-    # A select in place of a scatter: it fuses, and has the sharding of the values.
+    # A select in place of a scatter: a select fuses, and keeps the values' sharding.
     is_next = jnp.arange(window) == seen % window
     following = jnp.where(seen + 1 < 2 * window, seen + 1, window)
     return History(jnp.where(is_next, value, values), following)
