@@ -20,21 +20,24 @@ def check_type(value: object, types: Any, name: str, expected: str) -> None:
 
 
 def check_count(
-    value: Any, seen: str, what: str = "", least: int = 1, most: int | None = None
+    value: Any, shown: str, counted: str = "", least: int = 1, most: int | None = None
 ) -> int:
     """Returns a count as an int, or raises a ValueError.
 
     A count is an integer from `least` to `most`. The message shows the argument as
-    `seen`, and names the counted things by `what`, such as "of steps".
+    `shown`, and names the counted things by `counted`, such as "of steps".
     """
     # A bool counts as an integer, because jaxamp annotates `redo_on_nan` as a bool.
     with contextlib.suppress(TypeError):
         count = operator.index(value)
         if least <= count and (most is None or count <= most):
             return count
-    expected = f"of at least {least}" if most is None else f"from {least} to {most}"
-    expected += f", the number {what}" if what else ""
-    raise ValueError(f"{seen}; expected an integer {expected}.")
+    expected = f"from {least} to {most}"
+    if most is None:
+        expected = f"of at least {least}"
+    if counted:
+        expected += f", the number {counted}"
+    raise ValueError(f"{shown}; expected an integer {expected}.")
 
 
 # --- values in messages --------------------------------------------------------------
@@ -51,4 +54,5 @@ def describe(value: Any) -> str:
     if _tree.is_numeric(value):
         return f"{jnp.result_type(value)}{list(jnp.shape(value))}"
     name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeio' else 'a'} {name}"
+    article = "an" if name[0] in "AEIOUaeio" else "a"
+    return f"{article} {name}"

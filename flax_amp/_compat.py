@@ -70,8 +70,10 @@ def bind(eqn: Eqn, operands: Sequence[Array], params: Params) -> list[Array]:
     if "bwd" in params:  # JAX would run the backward rule under the line of the call
         params = {**params, "bwd": wrap_rule(params["bwd"], _with_own_lines)}
     outs = primitive.bind(*operands, **primitive.get_bind_params(params))
+    if not primitive.multiple_results:
+        return [outs]
     # The batching rule of `dce_sink` gives a result that the primitive does not have.
-    return list(outs)[: len(eqn.outvars)] if primitive.multiple_results else [outs]
+    return list(outs)[: len(eqn.outvars)]
 
 
 # --- hi-primitives -------------------------------------------------------------------
@@ -105,7 +107,8 @@ def ordinary_primitives() -> Iterator[None]:
         except NotImplementedError as error:
             names = [flag.name for flag in on if flag.name in str(error)]
             if names:
-                error.add_note(f"amp turns {names[0]} off. It needs `defvjp` here.")
+                note = f"amp turns {names[0]} off. The function needs `defvjp` here."
+                error.add_note(note)
             raise
 
 
@@ -151,7 +154,9 @@ def default_device() -> Any:
     """Returns the device on which JAX runs by default, here and now."""
     config: Any = jax.config
     device = config.jax_default_device or jax.devices()[0]
-    return jax.devices(device)[0] if isinstance(device, str) else device
+    if isinstance(device, str):
+        return jax.devices(device)[0]
+    return device
 
 
 def is_in_mesh() -> bool:

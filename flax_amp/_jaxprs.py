@@ -133,7 +133,9 @@ def atom_of(x: Any) -> Var | np.ndarray | None:
     literal, such as `jnp.float32(2)`. Tracers of another kind, and objects that are no
     tracers, give `None`.
     """
-    atom = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
+    if not isinstance(x, jax.core.Tracer):
+        return None
+    atom = getattr(x, "val", None)
     if isinstance(atom, Literal):
         return np.asarray(atom.val, jax.numpy.result_type(x))
     return atom if isinstance(atom, jax.extend.core.Var) else None
@@ -152,8 +154,9 @@ def hi_name(eqn: Eqn) -> str:
     A hi-primitive is an object that has rules, and no jaxpr among the parameters of its
     equation.
     """
-    is_hi = eqn.primitive.name == "call_hi_primitive"
-    return type(eqn.params["_prim"]).__name__ if is_hi else ""
+    if eqn.primitive.name != "call_hi_primitive":
+        return ""
+    return type(eqn.params["_prim"]).__name__
 
 
 def is_of_flags(eqn: Eqn) -> bool:

@@ -136,11 +136,13 @@ def _show_line(kind: Any, error: BaseException | None, traceback: Any) -> None:
 
 def _behind_package(traceback: Any) -> Any:
     """Returns the part of a traceback below the last frame of this package."""
-    last, frame = traceback, traceback
+    last = traceback
+    frame = traceback
     while frame and frame.tb_next:
         is_own = frame.tb_frame.f_code.co_filename.startswith(_PACKAGE)
         frame = frame.tb_next
-        last = frame if is_own else last
+        if is_own:
+            last = frame
     return last
 
 

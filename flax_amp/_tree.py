@@ -141,7 +141,9 @@ def stays_finite(new: PyTree, old: PyTree) -> jax.Array:
 
 
 def _all(flags: Sequence[jax.Array]) -> jax.Array:
-    return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+    if not flags:
+        return jnp.array(True)
+    return jnp.all(jnp.stack(flags))
 
 
 def select(predicate: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:

@@ -41,7 +41,9 @@ PolicyEntries = Mapping[Any, Any]
 
 def _cast(x: Array, dtype: DTypeLike) -> Array:
     is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(dtype) if is_float and x.dtype != dtype else x
+    if not is_float or x.dtype == dtype:
+        return x
+    return x.astype(dtype)
 
 
 def with_result_dtype(bind_params: Mapping[str, Any], dtype: DTypeLike) -> Params:
@@ -285,7 +287,7 @@ def read_options(
         raise TypeError(
             f"{caller}: got both {precision=} and {compute_dtype=}; expected one."
         )
-    low, matmuls = read_precision(default if precision is None else precision)
+    low, of_word = read_precision(default if precision is None else precision)
     given = low if compute_dtype is None else compute_dtype
     checked = _as_function(given)
     if checked not in map(InDtype, (jnp.float16, jnp.bfloat16, jnp.float32)):
@@ -293,8 +295,9 @@ def read_options(
             f"compute_dtype: got {given!r}; expected jnp.float16, jnp.bfloat16, or "
             "jnp.float32 for a run without mixed precision."
         )
-    matmuls = matmuls if matmul_dtype is None else matmul_dtype
-    return checked.dtype, with_matmul_dtype(entries, matmuls)
+    if matmul_dtype is None:
+        matmul_dtype = of_word
+    return checked.dtype, with_matmul_dtype(entries, matmul_dtype)
 
 
 def without_fp8(entries: PolicyEntries) -> PolicyEntries:
@@ -310,7 +313,7 @@ def without_fp8(entries: PolicyEntries) -> PolicyEntries:
 # --- looking a policy up -------------------------------------------------------------
 
 
-class Origin(enum.Enum):
+class KeyKind(enum.Enum):
     """The kind of key that selected a precision function."""
 
     SCOPE = "scope"
@@ -323,13 +326,13 @@ class Decision:
     """The precision function of one equation and the policy key that selected it."""
 
     function: PrecisionFunction
-    origin: Origin
+    key_kind: KeyKind
     key: str
 
     @property
     def is_chosen(self) -> bool:
         """Whether a key for a scope or a primitive decided, not `amp_default`."""
-        return self.origin is not Origin.DEFAULT
+        return self.key_kind is not KeyKind.DEFAULT
 
 
 class Policy:
@@ -339,17 +342,17 @@ class Policy:
         functions = _functions(entries)
         # By name, because two JAX modules may hold two objects for the same primitive.
         self._primitives = {
-            key.name: Decision(fn, Origin.PRIMITIVE, key.name)
+            key.name: Decision(fn, KeyKind.PRIMITIVE, key.name)
             for key, fn in functions.items()
             if isinstance(key, Primitive)
         }
         scopes = [key for key in functions if isinstance(key, str)]
         self._scopes = [
-            (pattern(key), Decision(functions[key], Origin.SCOPE, key))
+            (pattern(key), Decision(functions[key], KeyKind.SCOPE, key))
             for key in scopes
         ]
         default = functions.get("amp_default", use_original_precision)
-        self._default = Decision(default, Origin.DEFAULT, "amp_default")
+        self._default = Decision(default, KeyKind.DEFAULT, "amp_default")
         self._match = functools.cache(self._match_scopes)
         # Scope names in a sub-jaxpr begin at the sub-jaxpr. The scopes around the
         # sub-jaxpr are needed only if a key spans several scopes.
@@ -389,7 +392,8 @@ class Policy:
 
 def _functions(entries: Any) -> dict[Any, PrecisionFunction]:
     """Returns the checked entries, with a precision function for each dtype."""
-    entries = default_amp_policy if entries is None else entries
+    if entries is None:
+        entries = default_amp_policy
     if not isinstance(entries, Mapping):
         raise TypeError(
             f"amp_policy: got {type(entries).__name__}; expected a dict, such as "
@@ -426,4 +430,6 @@ def _as_function(value: Any) -> Any:
     # float64 does not exist without `jax_enable_x64`. 8-bit floats need `use_fp8`.
     is_here = jax.dtypes.canonicalize_dtype(dtype) == dtype
     is_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
-    return in_dtype if is_float and is_here else None
+    if not is_float or not is_here:
+        return None
+    return in_dtype

@@ -12,7 +12,7 @@ import flax_amp
 from flax_amp._rewriter.primitives import TRAITS, Kind
 from flax_amp.policy import (
     InDtype,
-    Origin,
+    KeyKind,
     Policy,
     long_word,
     read_precision,
@@ -164,7 +164,7 @@ ORIGINAL, COMPUTE = flax_amp.use_original_precision, flax_amp.use_compute_precis
 )
 def test_scope_keys(keys, scopes, winner):
     decision = decide(dict.fromkeys(keys, ORIGINAL), "exp", *scopes)
-    assert (decision.key if decision.origin is Origin.SCOPE else None) == winner
+    assert (decision.key if decision.key_kind is KeyKind.SCOPE else None) == winner
 
 
 def test_scope_before_primitive_before_default():

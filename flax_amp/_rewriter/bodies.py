@@ -40,7 +40,7 @@ from flax_amp._rewriter.origins import (
 )
 from flax_amp._rewriter.primitives import bodies, is_float32, register
 from flax_amp._rewriter.roles import Context
-from flax_amp._rewriter.rule import Outside, Planner
+from flax_amp._rewriter.rule import Planner, Signature
 from flax_amp._rewriter.streams import streams
 from flax_amp._rewriter.weight_matmuls import PolicyOfWeightMatmuls
 from flax_amp._tree import split_list
@@ -57,7 +57,8 @@ class Body:
         `uses` are the uses of the results of the equation.
         """
         count = len(eqn.invars)
-        to_matmuls, read_inside = [False] * count, [False] * count
+        to_matmuls = [False] * count
+        read_in_own_region = [False] * count
         for body in bodies(eqn):
             flow = flows.flow(body, context, uses)
             # The index of a branch comes before the operands of the body, and so do
@@ -65,8 +66,8 @@ class Body:
             offset = count - len(flow.program.invars)
             for i, v in enumerate(flow.program.invars, start=offset):
                 to_matmuls[i] |= v in flow.for_matmuls
-                read_inside[i] |= v in flow.read_inside
-        return tuple(to_matmuls), tuple(read_inside)
+                read_in_own_region[i] |= v in flow.read_in_own_region
+        return tuple(to_matmuls), tuple(read_in_own_region)
 
     def origins(
         self,
@@ -80,17 +81,17 @@ class Body:
         count = len(_compat.open_jaxpr(body)[0].invars)
         return analysis.origins(body, context, operands[len(operands) - count :])
 
-    def halves(self, planner: Planner, eqn: Eqn, outside: Outside) -> Flags:
+    def halves(self, planner: Planner, eqn: Eqn, signature: Signature) -> Flags:
         """Returns which results are half."""
         (body,) = bodies(eqn)
         count = len(_compat.open_jaxpr(body)[0].invars)
-        of_body = outside.without(len(eqn.invars) - count)
+        of_body = signature.without(len(eqn.invars) - count)
         return planner.plan(body, of_body).result_halves
 
     def emit(
-        self, emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+        self, emitter: Emitter, eqn: Eqn, operands: Arrays, signature: Signature
     ) -> Arrays:
-        """Returns the results for operands in the dtypes of `outside`."""
+        """Returns the results for operands in the dtypes of `signature`."""
         raise NotImplementedError
 
 
@@ -99,9 +100,9 @@ class Jit(Body):
     """A jit stays a jit: same name, shardings, layouts, donation."""
 
     def emit(
-        self, emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+        self, emitter: Emitter, eqn: Eqn, operands: Arrays, signature: Signature
     ) -> Arrays:
-        body = emitter.rewrite_body(eqn.params["jaxpr"], operands, outside)
+        body = emitter.rewrite_body(eqn.params["jaxpr"], operands, signature)
         return _compat.bind(eqn, operands, eqn.params | {"jaxpr": body})
 
 
@@ -110,9 +111,9 @@ class Call(Body):
     """A plain call is evaluated in place."""
 
     def emit(
-        self, emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+        self, emitter: Emitter, eqn: Eqn, operands: Arrays, signature: Signature
     ) -> Arrays:
-        return emitter.emit(bodies(eqn)[0], operands, outside)
+        return emitter.emit(bodies(eqn)[0], operands, signature)
 
 
 @register("remat2", body="jaxpr")
@@ -120,14 +121,14 @@ class Checkpoint(Body):
     """A checkpoint stays: same `prevent_cse`, same policy but for matmuls of `amp`."""
 
     def emit(
-        self, emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+        self, emitter: Emitter, eqn: Eqn, operands: Arrays, signature: Signature
     ) -> Arrays:
         # The backward pass reads the operands from memory.
         operands = [
             rounded(x) if is_float32(v) else x
             for x, v in zip(operands, eqn.invars, strict=True)
         ]
-        closed = emitter.rewrite_body(eqn.params["jaxpr"], operands, outside)
+        closed = emitter.rewrite_body(eqn.params["jaxpr"], operands, signature)
         body, consts = _compat.hoist_consts(closed)
         params = eqn.params | {"jaxpr": body}
         if emitter.planner.choose.policy.fp8_recipes and params["policy"] is not None:
@@ -142,11 +143,11 @@ class ShardMap(Body):
     """A shard_map stays a shard_map: same mesh, specs, manual axes and checks."""
 
     def emit(
-        self, emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+        self, emitter: Emitter, eqn: Eqn, operands: Arrays, signature: Signature
     ) -> Arrays:
         params = eqn.params
         return jax.shard_map(
-            lambda *xs: tuple(emitter.emit(params["jaxpr"], xs, outside)),
+            lambda *xs: tuple(emitter.emit(params["jaxpr"], xs, signature)),
             mesh=params["mesh"],
             in_specs=tuple(params["in_specs"]),
             out_specs=tuple(params["out_specs"]),
@@ -178,7 +179,7 @@ class _InFloat32(Body):
         every = (True,) * len(eqn.invars)
         return every, every
 
-    def halves(self, planner: Planner, eqn: Eqn, outside: Outside) -> Flags:
+    def halves(self, planner: Planner, eqn: Eqn, signature: Signature) -> Flags:
         return (False,) * len(eqn.outvars)
 
 
@@ -200,7 +201,7 @@ class CustomLin(_InFloat32):
         return Origins({}, (found,) * len(eqn.outvars), (), 0, {})
 
 
-def _moved(known: Roots, shift: int, roots: Roots) -> Roots:
+def _with_shifted_roots(known: Roots, shift: int, roots: Roots) -> Roots:
     """Returns a set in which the bits of the roots that are not known are shifted."""
     return roots & known | (roots & ~known) << shift
 
@@ -228,7 +229,7 @@ class Cond(Body):
             # shift keeps the new roots of two branches apart.
             before = [o for earlier in results for o in earlier]
             shift = first_root(before).bit_length() - known.bit_length() - 1
-            change = functools.partial(_moved, known, max(shift, 0))
+            change = functools.partial(_with_shifted_roots, known, max(shift, 0))
             results.append([o.mapped(change) for o in each.results])
         biases = functools.reduce(operator.or_, (x.biases for x in found), 0) & known
         pairs = zip(*results, strict=True)
@@ -236,17 +237,17 @@ class Cond(Body):
         known_inputs = tuple(map(joined, inputs))
         return Origins({}, tuple(map(joined, pairs)), known_inputs, biases, {})
 
-    def halves(self, planner: Planner, eqn: Eqn, outside: Outside) -> Flags:
-        of_branches = outside.without(1)  # the first operand is the index
+    def halves(self, planner: Planner, eqn: Eqn, signature: Signature) -> Flags:
+        of_branches = signature.without(1)  # the first operand is the index
         found = [planner.plan(b, of_branches).result_halves for b in bodies(eqn)]
         return tuple(map(all, zip(*found, strict=True)))
 
     def emit(
-        self, emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+        self, emitter: Emitter, eqn: Eqn, operands: Arrays, signature: Signature
     ) -> Arrays:
         index, *xs = operands
-        halves = self.halves(emitter.planner, eqn, outside)
-        of_branches = outside.without(1)
+        halves = self.halves(emitter.planner, eqn, signature)
+        of_branches = signature.without(1)
 
         def branch(closed: Jaxpr, *xs: Array) -> tuple[Array, ...]:
             outs = emitter.emit(closed, xs, of_branches)
@@ -273,12 +274,7 @@ def _origins_of_loop(
     """
     consts, init, xs = parts
     first = first_root((*consts, *init, *xs))
-    slices = [
-        o._replace(begins=first << i if o.begins else 0, reads=first << i)
-        if o.begins or o.is_argument
-        else o
-        for i, o in enumerate(xs)
-    ]
+    slices = [_of_slice(o, first << i) for i, o in enumerate(xs)]
     known = first - 1
 
     def next_of(before: Origin, after: Origin) -> Origin:
@@ -293,7 +289,7 @@ def _origins_of_loop(
     carries = [o._replace(is_argument=False) for o in init]
     biases: Roots = 0
     while True:
-        kept = [o._replace(begins=o.begins & ~biases) for o in consts]
+        kept = [o._replace(begins_at=o.begins_at & ~biases) for o in consts]
         found = analysis.origins(body, context, (*kept, *carries, *slices))
         after = found.results[: len(carries)]
         before = carries, biases
@@ -311,16 +307,25 @@ def _origins_of_loop(
 
     results = tuple(
         # A slice is no copy of its array.
-        o.mapped(of_arrays)._replace(begins=o.begins & ~own)
+        o.mapped(of_arrays)._replace(begins_at=o.begins_at & ~own)
         for o in found.results
     )
     return found._replace(results=results, biases=biases)
 
 
+def _of_slice(array: Origin, root: Roots) -> Origin:
+    """Returns the origin of a slice of an array, for which `root` stands."""
+    if array.begins_at:
+        return array._replace(begins_at=root, reads=root)
+    if array.is_argument:
+        return array._replace(reads=root)
+    return array
+
+
 class _Scan(NamedTuple):
     """How a scan runs."""
 
-    of_body: Outside
+    of_body: Signature
     are_streams: Flags  # which carries are half
     halves: Flags  # which results are half
 
@@ -354,33 +359,34 @@ class Scan(Body):
         parts = consts, init, xs
         return _origins_of_loop(analysis, eqn.params["jaxpr"], context, parts)
 
-    def halves(self, planner: Planner, eqn: Eqn, outside: Outside) -> Flags:
-        return self._planned(planner, eqn, outside).halves
+    def halves(self, planner: Planner, eqn: Eqn, signature: Signature) -> Flags:
+        return self._planned(planner, eqn, signature).halves
 
-    def _planned(self, planner: Planner, eqn: Eqn, outside: Outside) -> _Scan:
+    def _planned(self, planner: Planner, eqn: Eqn, signature: Signature) -> _Scan:
         """Returns how a scan runs; both `halves` and `emit` call this method."""
-        key = "scan", eqn.params["jaxpr"], _compat.scan_counts(eqn), outside
+        key = "scan", eqn.params["jaxpr"], _compat.scan_counts(eqn), signature
         if key not in planner.cache:
-            planner.cache[key] = self._fixed_point(planner, eqn, outside)
+            planner.cache[key] = self._fixed_point(planner, eqn, signature)
         found: _Scan = planner.cache[key]
         return found
 
-    def _fixed_point(self, planner: Planner, eqn: Eqn, outside: Outside) -> _Scan:
+    def _fixed_point(self, planner: Planner, eqn: Eqn, signature: Signature) -> _Scan:
         """Finds the carries that are half, and that the body gives in half again."""
-        closed, sizes = eqn.params["jaxpr"], _compat.scan_counts(eqn)
-        consts, init, xs = split_list(outside.origins, *sizes)
+        closed = eqn.params["jaxpr"]
+        sizes = _compat.scan_counts(eqn)
+        consts, init, xs = split_list(signature.origins, *sizes)
         _, carries, _ = split_list(_compat.open_jaxpr(closed)[0].invars, *sizes)
         are_arguments = [o.is_argument for o in xs]
-        are_streams = streams(planner, closed, outside.context, sizes, are_arguments)
-        found = _origins_of_loop(planner, closed, outside.context, (consts, init, xs))
+        are_streams = streams(planner, closed, signature.context, sizes, are_arguments)
+        found = _origins_of_loop(planner, closed, signature.context, (consts, init, xs))
         are_streams = tuple(
-            is_stream and is_float32(v) and not (before.begins or after.state)
+            is_stream and is_float32(v) and not (before.begins_at or after.state)
             for is_stream, v, before, after in zip(
                 are_streams, carries, init, found.results, strict=False
             )
         )
         while True:
-            of_body = self._of_body(eqn, outside, found, are_streams)
+            of_body = self._of_body(eqn, signature, found, are_streams)
             halves = planner.plan(closed, of_body).result_halves
             settled = tuple(map(min, are_streams, halves))
             if settled == are_streams:
@@ -388,14 +394,15 @@ class Scan(Body):
             are_streams = settled
 
     def _of_body(
-        self, eqn: Eqn, outside: Outside, found: Origins, are_streams: Flags
-    ) -> Outside:
+        self, eqn: Eqn, signature: Signature, found: Origins, are_streams: Flags
+    ) -> Signature:
         """Returns the signature of the body if some carries are half."""
         start, count = _compat.scan_counts(eqn)
-        uses, rest = outside.uses, len(outside.uses.rounded) - count
+        uses = signature.uses
+        rest = len(uses.read_only_rounded) - count
         of_results = ResultUses(
             for_matmuls=are_streams + uses.for_matmuls[count:],
-            rounded=are_streams + uses.rounded[count:],
+            read_only_rounded=are_streams + uses.read_only_rounded[count:],
             for_results=(*(not x for x in are_streams), *uses.for_results[count:]),
             states=(*(not x for x in are_streams), *(False,) * rest),
         )
@@ -405,16 +412,17 @@ class Scan(Body):
         pairs = zip(carries, are_streams, strict=True)
         of_carries = [o._replace(after_matmul=is_stream) for o, is_stream in pairs]
         origins = (*consts, *of_carries, *xs)
-        of_consts, _, of_xs = split_list(outside.halves, start, count)
+        of_consts, _, of_xs = split_list(signature.halves, start, count)
         halves = (*of_consts, *are_streams, *of_xs)
-        return Outside(outside.context, of_results, origins, halves)
+        return Signature(signature.context, of_results, origins, halves)
 
     def emit(
-        self, emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+        self, emitter: Emitter, eqn: Eqn, operands: Arrays, signature: Signature
     ) -> Arrays:
-        planned = self._planned(emitter.planner, eqn, outside)
+        planned = self._planned(emitter.planner, eqn, signature)
         emitter = emitter.replace(in_loop=True)
-        closed, sizes = eqn.params["jaxpr"], _compat.scan_counts(eqn)
+        closed = eqn.params["jaxpr"]
+        sizes = _compat.scan_counts(eqn)
         consts, init, xs = split_list(operands, *sizes)
         start, count = sizes
         of_consts, carries, _ = split_list(eqn.invars, *sizes)
@@ -458,14 +466,14 @@ class While(_InFloat32):
         return found._replace(results=tuple(map(joined, pairs)))
 
     def emit(
-        self, emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+        self, emitter: Emitter, eqn: Eqn, operands: Arrays, signature: Signature
     ) -> Arrays:
         emitter = emitter.replace(in_loop=True, recompute=False)
         params = eqn.params
         sizes = params["cond_nconsts"], params["body_nconsts"]
         for_cond, for_body, init = split_list(operands, *sizes)
-        of_cond, of_body, _ = split_list(outside.origins, *sizes)
-        halves_of_cond, halves_of_body, _ = split_list(outside.halves, *sizes)
+        of_cond, of_body, _ = split_list(signature.origins, *sizes)
+        halves_of_cond, halves_of_body, _ = split_list(signature.halves, *sizes)
 
         def states(arrays: Arrays, atoms: Sequence[Atom]) -> list[Array]:
             # The results of a body must have the types of its inputs: strong types.
@@ -474,8 +482,8 @@ class While(_InFloat32):
 
         start = states(init, eqn.invars[sum(sizes) :])
         (body,) = bodies(eqn)
-        context = outside.context
-        parts = of_body, outside.origins[sum(sizes) :], ()
+        context = signature.context
+        parts = of_body, signature.origins[sum(sizes) :], ()
         found = _origins_of_loop(emitter.planner, body, context, parts)
         inputs = [found.of[v] for v in _compat.open_jaxpr(body)[0].invars]
         of_body, carries = split_list(inputs, len(of_body))
@@ -485,7 +493,7 @@ class While(_InFloat32):
             closed: Jaxpr, consts: Arrays, origins: Sequence[Origin], halves: Flags
         ) -> Jaxpr:
             results = _compat.open_jaxpr(closed)[0].outvars
-            of_jaxpr = Outside(
+            of_jaxpr = Signature(
                 context,
                 ResultUses.in_float32(len(results), are_states=True),
                 (*origins, *of_carries),

@@ -44,13 +44,13 @@ def rounded(x: Array) -> Array:
     return lax.reduce_precision(x, limits.nexp, limits.nmant)
 
 
-def up(x: Array, half: DType) -> Array:
+def to_float32(x: Array, half: DType) -> Array:
     """Returns an array of half precision in float32, and any other array unchanged."""
     is_half = getattr(x, "dtype", None) == half
     return lax.convert_element_type(x, jnp.float32) if is_half else x
 
 
-def down(x: Array, half: DType) -> Array:
+def to_half(x: Array, half: DType) -> Array:
     """Returns a float32 array, or a literal of the program, in half precision."""
     if isinstance(x, jax.Array):
         return x if x.dtype == half else lax.convert_element_type(x, half)
@@ -76,7 +76,8 @@ def down(x: Array, half: DType) -> Array:
 #
 # The platform decides which sum is made, so a lowering has to make the sum. A shift of
 # bits has no derivative. For these two reasons, `spread` and `collect` are primitives.
-spread_p, collect_p = Primitive("flax_amp_spread"), Primitive("flax_amp_collect")
+spread_p = Primitive("flax_amp_spread")
+collect_p = Primitive("flax_amp_collect")
 
 
 def spread(x: Array, shape: Sequence[int], onto: Sequence[int], half: DType) -> Array:
@@ -144,14 +145,16 @@ def _transpose_spread(c: Array, x: Any, *, onto: Any, **_: Any) -> Arrays:
 
 
 def _transpose_collect(t: Array, c: Any, *, axes: Sequence[int]) -> Arrays:
-    shape, half = c.aval.shape, c.aval.dtype
+    shape = c.aval.shape
+    half = c.aval.dtype
     onto = tuple(k for k in range(len(shape)) if k not in axes)
     params = dict(shape=shape, onto=onto, half=half)
     return [spread_p.bind(t, is_limited=False, **params)]
 
 
 def _jvp_spread(primals: Arrays, tangents: Arrays, **params: Any) -> Any:
-    (x,), (t,) = primals, tangents
+    (x,) = primals
+    (t,) = tangents
     y = spread_p.bind(x, **params)
     zero: Any = ad.Zero
     if isinstance(t, zero):
@@ -163,7 +166,8 @@ def _batch_spread(
     args: Arrays, batched: Any, *, shape: Any, onto: Any, **params: Any
 ) -> Any:
     x = jnp.moveaxis(args[0], batched[0], 0)
-    shape, onto = (x.shape[0], *shape), (0, *(k + 1 for k in onto))
+    shape = (x.shape[0], *shape)
+    onto = (0, *(k + 1 for k in onto))
     return spread_p.bind(x, shape=shape, onto=onto, **params), 0
 
 
@@ -213,7 +217,8 @@ for _platform, _how in (
 # same array, its gradient had 1.5 times the error of a float32 sum. Two cotangents are
 # added and rounded once with or without a copy; three cotangents are rounded twice
 # (`_MANY` in `emit.py` says why they are not copied).
-copies_p, add_copies_p = Primitive("flax_amp_copies"), Primitive("flax_amp_add_copies")
+copies_p = Primitive("flax_amp_copies")
+add_copies_p = Primitive("flax_amp_add_copies")
 copies_p.multiple_results = True
 
 
@@ -242,7 +247,8 @@ def _transpose_copies(cotangents: Arrays, x: Any, **_: Any) -> Arrays:
 
 
 def _jvp_copies(primals: Arrays, tangents: Arrays, *, count: int) -> Any:
-    (t,), results = tangents, copies_p.bind(*primals, count=count)
+    (t,) = tangents
+    results = copies_p.bind(*primals, count=count)
     zero: Any = ad.Zero
     if isinstance(t, zero):
         return results, [zero.from_primal_value(x) for x in results]

@@ -74,7 +74,8 @@ def _captured_by(eqn: Eqn, made: Container[Var]) -> tuple[Var, ...] | None:
         item = remaining.popleft()
         atom = _jaxprs.atom_of(item)
         if isinstance(atom, Var):
-            found |= {atom: None} if atom in made else {}
+            if atom in made:
+                found[atom] = None
         elif atom is not None:
             has_number = True
         elif id(item) not in seen and not isinstance(item, _OPAQUE):
@@ -86,4 +87,6 @@ def _captured_by(eqn: Eqn, made: Container[Var]) -> tuple[Var, ...] | None:
             # that no rule reads.
             elif not _compat.is_of_trace(item):
                 remaining += gc.get_referents(item)
-    return tuple(found) if found or has_number else None
+    if not found and not has_number:
+        return None
+    return tuple(found)

@@ -32,25 +32,25 @@ from flax_amp._rewriter.flow import Flags
 from flax_amp._rewriter.origins import Origin
 from flax_amp._rewriter.primitives import bodies
 from flax_amp._rewriter.roles import Context
-from flax_amp._rewriter.rule import Outside
+from flax_amp._rewriter.rule import Signature
 from flax_amp._tree import fill, is_array, pick, split_list
 
 
 def custom_jvp(
-    emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+    emitter: Emitter, eqn: Eqn, operands: Arrays, signature: Signature
 ) -> Arrays:
     """The user's jvp rule is rewritten and attached again."""
-    call, operands = _prepare(emitter, eqn, operands, outside)
+    call, operands = _prepare(emitter, eqn, operands, signature)
     rebuilt = jax.custom_jvp(call)
     rebuilt.defjvp(functools.partial(_emit_jvp, call), symbolic_zeros=call.is_closure)
     return rebuilt(*operands)
 
 
 def custom_vjp(
-    emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+    emitter: Emitter, eqn: Eqn, operands: Arrays, signature: Signature
 ) -> Arrays:
     """The user's forward and backward functions are rewritten and attached again."""
-    call, operands = _prepare(emitter, eqn, operands, outside)
+    call, operands = _prepare(emitter, eqn, operands, signature)
     rebuilt = jax.custom_vjp(call)
     symbolic = call.is_closure and _compat.takes_symbolic_zeros()
     rebuilt.defvjp(
@@ -62,7 +62,7 @@ def custom_vjp(
 
 
 def _prepare(
-    emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+    emitter: Emitter, eqn: Eqn, operands: Arrays, signature: Signature
 ) -> tuple["_Call", Arrays]:
     """Returns the call for operands of these types, and the operands of the call."""
     emitter = emitter.replace(recompute=False)  # the user's rule chooses the residuals
@@ -72,12 +72,12 @@ def _prepare(
     operands = operands[count:]
     params = {name: eqn.params[name] for name in eqn.params if name != "captured"}
     eqn = eqn.replace(invars=eqn.invars[count:], params=params)
-    outside = outside.without(count)
-    body = emitter.rewrite_body(bodies(eqn)[0], operands, outside)
+    signature = signature.without(count)
+    body = emitter.rewrite_body(bodies(eqn)[0], operands, signature)
     results = _compat.open_jaxpr(body)[0].outvars
     in_halves = tuple(jax.typeof(x).dtype == emitter.half for x in operands)
     out_halves = tuple(v.aval.dtype == emitter.half for v in results)
-    context = outside.context
+    context = signature.context
     call = _Call(emitter, eqn, context, body, in_halves, out_halves, captured)
     return call, [*known, *operands]
 
@@ -111,7 +111,7 @@ class _Call:
         """Whether function or rule close over arrays, which are the first operands."""
         return bool(self.eqn.params["num_consts"] or self.captured)
 
-    def for_operands(
+    def with_mask(
         self, operands: Arrays, perturbed: Sequence[bool]
     ) -> tuple["_Call", Arrays]:
         """Returns the call with its mask, and the operands without captured arrays.
@@ -150,7 +150,7 @@ class _Call:
             for x, v in zip(operands, self.eqn.invars, strict=True)
         ]
 
-    def emit(
+    def emit_rule(
         self, closed: Jaxpr, operands: Arrays, gradients: Flags = ()
     ) -> list[Array]:
         """Evaluates a traced function of the rule."""
@@ -166,8 +166,8 @@ class _Call:
         if atom in self.differentiated:
             raise TypeError(
                 "amp: the rule of a custom derivative closes over a value that is "
-                "differentiated, and has no derivative for it. Pass the value as an "
-                "argument, or wrap it in jax.lax.stop_gradient."
+                "differentiated, and has no derivative for this value. Pass the value "
+                "as an argument, or wrap it in jax.lax.stop_gradient."
             )
         arrays = dict(zip(self.captured, self.arrays, strict=True))
         return arrays.get(atom, const)
@@ -186,7 +186,7 @@ def _emitted(
     """
     origins = [Origin(after_matmul=True)] * len(jaxpr.invars)
     halves = emitter.halves_of(operands, jaxpr.invars)
-    known = Outside.in_float32(context, len(jaxpr.outvars), origins, halves)
+    known = Signature.in_float32(context, len(jaxpr.outvars), origins, halves)
     if emitter.reduce_in_float32:
         known = known._replace(gradients=gradients)
     return emitter.replace(in_rule=True).emit(jaxpr, operands, known)
@@ -204,7 +204,7 @@ def _emit_jvp(call: _Call, primals: Arrays, tangents: Arrays) -> Any:
     """Returns results and their tangents: `lambda x dx. jvp(f, x, dx)`, rewritten."""
     perturbed = [not isinstance(t, SymbolicZero) for t in tangents]
     # Some primals may be Python numbers.
-    call, primals = call.for_operands(list(map(jnp.asarray, primals)), perturbed)
+    call, primals = call.with_mask(list(map(jnp.asarray, primals)), perturbed)
     tangents = tangents[len(call.captured) :]
     given = [jnp.asarray(_instantiated(t)) for t in pick(tangents, call.mask)]
 
@@ -214,7 +214,7 @@ def _emit_jvp(call: _Call, primals: Arrays, tangents: Arrays) -> Any:
 
     structs = call.structs(primals)
     closed, (outs, _) = _trace(rule, structs, pick(structs, call.mask))
-    results = call.emit(closed, [*primals, *given])
+    results = call.emit_rule(closed, [*primals, *given])
     return tuple(
         # `cast_as` skips the tangents of integers, whose dtype is float0.
         tuple(call.emitter.cast_as(part, call.eqn.outvars, call.out_halves))
@@ -238,7 +238,7 @@ def _emit_forward(call: _Call, symbolic: bool, *given: Any) -> Any:
     """
     perturbed = [symbolic and x.perturbed for x in given]
     values = [x.value for x in given] if symbolic else list(given)
-    call, operands = call.for_operands(values, perturbed)
+    call, operands = call.with_mask(values, perturbed)
     treedef: Any = None
 
     def forward(*xs: Array) -> tuple[Arrays, Arrays]:
@@ -251,7 +251,7 @@ def _emit_forward(call: _Call, symbolic: bool, *given: Any) -> Any:
         return outs, residuals
 
     closed, (outs, residuals) = _trace(forward, *call.structs(operands))
-    results = call.emit(closed, operands)
+    results = call.emit_rule(closed, operands)
     primals_out, stored = split_list(results, len(outs))
     plain = dataclasses.replace(call, arrays=())
     backward = functools.partial(_emit_backward, plain, treedef, outs, residuals)
@@ -284,7 +284,7 @@ def _emit_backward(
     variables = pick(call.eqn.invars, call.mask)
     halves = pick(call.in_halves, call.mask)
     gradients = tuple(not is_half for is_half in halves)
-    grads = call.emit(closed, [*residuals, *given], gradients)
+    grads = call.emit_rule(closed, [*residuals, *given], gradients)
     cast = call.emitter.cast_as(grads, variables, halves)
     grads = fill(cast, call.mask, [None] * len(call.mask))
     return (*[None] * len(call.captured), *grads)
@@ -294,7 +294,7 @@ def _emit_backward(
 
 
 def custom_lin(
-    emitter: Emitter, eqn: Eqn, operands: Arrays, outside: Outside
+    emitter: Emitter, eqn: Eqn, operands: Arrays, signature: Signature
 ) -> Arrays:
     """The tangents of a `custom_vjp`, in a rule that calls its `jax.jvp`.
 
@@ -303,7 +303,7 @@ def custom_lin(
     """
     emitter = emitter.replace(recompute=False)
     bwd = _compat.wrap_rule(
-        eqn.params["bwd"], _emit_transpose, emitter, outside.context
+        eqn.params["bwd"], _emit_transpose, emitter, signature.context
     )
     operands = emitter.cast_as(operands, eqn.invars, (False,) * len(operands))
     return _compat.bind(eqn, operands, eqn.params | {"bwd": bwd})

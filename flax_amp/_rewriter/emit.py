@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat, _jaxprs, _source
 from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Jaxpr, Var
-from flax_amp._rewriter.casts import cast_number, copies, down, spread, up
+from flax_amp._rewriter.casts import cast_number, copies, spread, to_float32, to_half
 from flax_amp._rewriter.flow import Flags, Node, Read
 from flax_amp._rewriter.fp8 import fp8_dot, fp8_matmul
 from flax_amp._rewriter.memory import Memory, Piece, memory_of
@@ -26,7 +26,7 @@ from flax_amp._rewriter.origins import Origin
 from flax_amp._rewriter.primitives import Kind, is_float32, is_same_dtype, traits_of
 from flax_amp._rewriter.roles import Choice, call_precision_function
 from flax_amp._rewriter.row_matmuls import bind_matmul
-from flax_amp._rewriter.rule import Form, Outside, Plan, Planner, Way
+from flax_amp._rewriter.rule import Form, Plan, Planner, Signature, Way
 from flax_amp._rewriter.stored import NOWHERE, is_saved, mark_maximum, mark_stored
 from flax_amp._rewriter.weight_matmuls import weight_matmul
 from flax_amp._tree import split_list
@@ -70,13 +70,15 @@ class Emitter:
         """Returns an emitter with some fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def emit(self, closed: Jaxpr, operands: Arrays, outside: Outside) -> list[Array]:
+    def emit(
+        self, closed: Jaxpr, operands: Arrays, signature: Signature
+    ) -> list[Array]:
         """Evaluates a jaxpr; returns its results.
 
         Operands and results whose variables are float32 may be half, as the plan for
-        `outside` says.
+        `signature` says.
         """
-        plan, memory = self.planned(closed, outside)
+        plan, memory = self.planned(closed, signature)
         program = plan.flow.program
         known = program.consts | dict(zip(program.invars, operands, strict=True))
         arrays = {Read(v, False): x for v, x in known.items()}
@@ -84,8 +86,10 @@ class Emitter:
         for piece in memory.pieces:
             # A piece reads each of its inputs once. An equation that stands apart reads
             # each of its operands, which may be the same array several times.
-            is_apart = piece.is_apart
-            run.readers.update(plan.readings(piece.nodes) if is_apart else piece.ins)
+            if piece.is_apart:
+                run.readers.update(plan.readings(piece.nodes))
+            else:
+                run.readers.update(piece.ins)
         run.readers.update(read for read in plan.results if read is not None)
         for piece in memory.pieces:
             if piece.is_apart:
@@ -97,15 +101,17 @@ class Emitter:
             for v, read in zip(program.outvars, plan.results, strict=True)
         ]
 
-    def planned(self, closed: Jaxpr, outside: Outside) -> tuple[Plan, Memory]:
+    def planned(self, closed: Jaxpr, signature: Signature) -> tuple[Plan, Memory]:
         """Returns the plan of a jaxpr, and its `Memory`: stored values and pieces."""
-        plan = self.planner.plan(closed, outside)
+        plan = self.planner.plan(closed, signature)
         key = "memory", id(plan)
         if key not in self.cache:
             self.cache[key] = memory_of(plan)
         return plan, self.cache[key]
 
-    def rewrite_body(self, closed: Jaxpr, operands: Arrays, outside: Outside) -> Jaxpr:
+    def rewrite_body(
+        self, closed: Jaxpr, operands: Arrays, signature: Signature
+    ) -> Jaxpr:
         """Returns the rewritten closed jaxpr for operands of these types.
 
         A block that is called 24 times is rewritten once, and JAX lowers the block
@@ -114,10 +120,10 @@ class Emitter:
         time with `nn.scan`.
         """
         types = tuple(map(jax.typeof, operands))
-        key = (closed, outside, types, self.in_loop, self.in_rule, self.recompute)
+        key = (closed, signature, types, self.in_loop, self.in_rule, self.recompute)
         # With `record`, no cached body is used, so that each call is recorded.
         if key not in self.cache or self.record is not None:
-            function = functools.partial(self.emit, closed, outside=outside)
+            function = functools.partial(self.emit, closed, signature=signature)
             self.cache[key] = jax.make_jaxpr(function)(list(operands))
         return self.cache[key]
 
@@ -155,11 +161,17 @@ class Emitter:
 
         `halves` tells which arrays of float32 variables become half.
         """
-        arrays = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in arrays]
-        return [
-            (down(x, self.half) if half else up(x, self.half)) if is_float32(v) else x
-            for x, v, half in zip(arrays, variables, halves, strict=True)
-        ]
+        found = []
+        for x, v, becomes_half in zip(arrays, variables, halves, strict=True):
+            if not hasattr(x, "dtype"):
+                x = jnp.asarray(x)
+            if not is_float32(v):
+                found.append(x)
+            elif becomes_half:
+                found.append(to_half(x, self.half))
+            else:
+                found.append(to_float32(x, self.half))
+        return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -182,7 +194,8 @@ class _Run:
 
         The cotangents of many readers of a half add up in float32 (`casts.copies`).
         """
-        x, count = self.arrays[read], self.readers[read]
+        x = self.arrays[read]
+        count = self.readers[read]
         if count < _MANY or not self.plan.reads_half(read):
             return x
         if read not in self.copies:
@@ -213,20 +226,22 @@ class _Run:
 
     def in_half(self, node: Node) -> tuple[Arrays, Arrays, str]:
         """Emits a matmul, a move of halves, or a sum of halves and biases."""
-        eqn, (role, reason, decision, *_) = node.eqn, node.choice
+        eqn = node.eqn
+        role, reason, decision, *_ = node.choice
         if role is Kind.MATMUL and isinstance(decision.function, use_fp8):
             in_fp8 = self._in_fp8(node)
-            self.emitter.fp8[in_fp8 if isinstance(in_fp8, str) else ""] += 1
             if not isinstance(in_fp8, str):
-                operands, half = self._operands(node), self.emitter.half
+                self.emitter.fp8[""] += 1
+                operands = self._operands(node)
+                half = self.emitter.half
                 return operands, [fp8_dot(eqn, *in_fp8, half, operands)], _IN_FP8
+            self.emitter.fp8[in_fp8] += 1
             reason = f"not in fp8: {in_fp8}"
         if any(weights := self._are_weights(node)):
             return *self._by_weights(node, weights, self.emitter.half), reason
         is_addition = role is Kind.ARITHMETIC
-        operands = self._half_operands(
-            node, eqn.outvars[0].aval.shape if is_addition else None
-        )
+        shape = eqn.outvars[0].aval.shape if is_addition else None
+        operands = self._half_operands(node, shape)
         params = eqn.params
         if any(map(is_float32, eqn.invars)):
             params = with_result_dtype(params, self.emitter.half)
@@ -245,7 +260,8 @@ class _Run:
         precision.
         """
         if self.emitter.reduce_in_float32:
-            weights, float32 = self._are_weights(node), jnp.dtype(jnp.float32)
+            weights = self._are_weights(node)
+            float32 = jnp.dtype(jnp.float32)
             return *self._by_weights(node, weights, float32), node.choice.reason
         operands = self._half_operands(node)
         result = float32_result(node.eqn, operands, self.emitter.half)
@@ -253,19 +269,22 @@ class _Run:
 
     def spread(self, node: Node) -> tuple[Arrays, Arrays, str]:
         """Emits a broadcast to half precision."""
-        operands, params = self._float32_operands(node), node.eqn.params
-        shape, onto = params["shape"], params["broadcast_dimensions"]
+        operands = self._float32_operands(node)
+        params = node.eqn.params
+        shape = params["shape"]
+        onto = params["broadcast_dimensions"]
         result = spread(operands[0], shape, onto, self.emitter.half)
         return operands, [result], node.choice.reason
 
-    def rounded(self, node: Node) -> tuple[Arrays, Arrays, str]:
+    def in_float32_then_rounded(self, node: Node) -> tuple[Arrays, Arrays, str]:
         """Emits a move in float32, and rounds its results."""
         operands, results, reason = self.in_float32(node)
-        return operands, [down(x, self.emitter.half) for x in results], reason
+        return operands, [to_half(x, self.emitter.half) for x in results], reason
 
     def in_float32(self, node: Node) -> tuple[Arrays, Arrays, str]:
         """Emits an equation of a region."""
-        eqn, reason = node.eqn, node.choice.reason
+        eqn = node.eqn
+        reason = node.choice.reason
         if self.emitter.half == jnp.float32:
             operands = self._operands(node)
             return operands, _compat.bind(eqn, operands, eqn.params), reason
@@ -273,7 +292,7 @@ class _Run:
             operands = self._operands(node)
             return operands, operands, reason
         (v, *_) = eqn.outvars or [None]
-        if v in self.memory.relus and self._is_marked(v):
+        if v in self.memory.relu_results and self._is_marked(v):
             return *self._stored_relu(node), reason
         operands = self._float32_operands(node)
         results = _compat.bind(eqn, operands, eqn.params)
@@ -283,17 +302,17 @@ class _Run:
 
     def called(self, node: Node) -> tuple[Arrays, Arrays, str]:
         """Emits an equation as a user's precision function says."""
-        eqn, half = node.eqn, self.emitter.half
+        eqn = node.eqn
+        half = self.emitter.half
         # A number of the program has no methods of an array.
-        given = [
-            x if hasattr(x, "astype") else jnp.asarray(x, v.aval.dtype)
-            for x, v in zip(self._operands(node), eqn.invars, strict=True)
-        ]
+        given = self._operands(node)
+        for i, v in enumerate(eqn.invars):
+            if not hasattr(given[i], "astype"):
+                given[i] = jnp.asarray(given[i], v.aval.dtype)
         bound, outs = call_precision_function(eqn, node.choice.decision, half, given)
-        outs = [
-            jnp.asarray(x, jnp.float32) if self._is_other_dtype(v, x) else x
-            for x, v in zip(outs, eqn.outvars, strict=True)
-        ]
+        for i, v in enumerate(eqn.outvars):
+            if self._is_other_dtype(v, outs[i]):
+                outs[i] = jnp.asarray(outs[i], jnp.float32)
         return bound, outs, node.choice.reason
 
     def _is_other_dtype(self, v: Var, x: Array) -> bool:
@@ -307,12 +326,14 @@ class _Run:
 
     def bodies(self, node: Node) -> tuple[Arrays, Arrays, str]:
         """Emits an equation with matmuls in its bodies."""
-        eqn, emitter, plan = node.eqn, self.emitter, self.plan
+        eqn = node.eqn
+        emitter = self.emitter
+        plan = self.plan
         halves = tuple(map(plan.reads_half, node.reads))
-        outside = emitter.planner.outside(node, plan.origins, halves)
+        signature = emitter.planner.signature_of_bodies(node, plan.origins, halves)
         operands = self._operands(node)
         inside = emitter.replace(around=(*emitter.around, eqn))
-        results = traits_of(eqn).rewriting.emit(inside, eqn, operands, outside)
+        results = traits_of(eqn).rewriting.emit(inside, eqn, operands, signature)
         return operands, results, node.choice.reason
 
     def _in_fp8(self, node: Node) -> tuple[use_fp8, int] | str:
@@ -340,7 +361,8 @@ class _Run:
         """
         if not self.emitter.reduce_in_float32 or node.choice.role is not Kind.MATMUL:
             return ()
-        origins, numbers = self.plan.origins, self.plan.numbers
+        origins = self.plan.origins
+        numbers = self.plan.numbers
         return tuple(
             is_float32(v)
             and read is not None
@@ -354,7 +376,8 @@ class _Run:
         self, node: Node, weights: Flags, dtype: DType
     ) -> tuple[Arrays, Arrays]:
         """Emits a matmul that gives the gradients of its weights in float32."""
-        eqn, half = node.eqn, self.emitter.half
+        eqn = node.eqn
+        half = self.emitter.half
         given = self._half_operands(node, kept=weights)
         # The matmul rounds its weights, so the record shows the weights as halves.
         read = [
@@ -389,7 +412,7 @@ class _Run:
             else:
                 key = read, node.level
                 if key not in self.cast_up:
-                    self.cast_up[key] = up(self.take(read), self.emitter.half)
+                    self.cast_up[key] = to_float32(self.take(read), self.emitter.half)
                 operands.append(self.cast_up[key])
         return operands
 
@@ -401,7 +424,8 @@ class _Run:
         `shape` is the shape of the result of an addition. A smaller operand is
         broadcast by `spread`, so that its derivative adds up in float32.
         """
-        half, numbers = self.emitter.half, self.plan.numbers
+        half = self.emitter.half
+        numbers = self.plan.numbers
         operands = self._operands(node)
         for i, v in enumerate(node.eqn.invars):
             x = operands[i]
@@ -411,25 +435,28 @@ class _Run:
                 number = cast_number(numbers[v], half)
                 operands[i] = jax.lax.full_like(x, number, dtype=half)
             elif shape is None or (x.dtype == half and x.shape == shape):
-                operands[i] = down(x, half)
+                operands[i] = to_half(x, half)
             else:
-                operands[i] = spread(up(x, half), shape, range(len(shape)), half)
+                wide = to_float32(x, half)
+                operands[i] = spread(wide, shape, range(len(shape)), half)
         return operands
 
     # --- results ---
 
     def _write(self, node: Node, results: Arrays) -> list[Array]:
         """Writes results of an equation; returns them as later regions read them."""
-        half, forms = self.emitter.half, self.plan.forms
+        half = self.emitter.half
+        forms = self.plan.forms
         found = []
         for v, x in zip(node.eqn.outvars, results, strict=True):
             form = forms.get(v)
             if form is not None and v in self.plan.border:
-                if form.is_both:
+                if form.has_float32_too:
                     self.arrays[Read(v, True)] = x
-                x = down(x, half)
-            is_marked = v in self.memory.relus and self._is_marked(v)
-            x = x if is_marked else self._mark(v, x)
+                x = to_half(x, half)
+            # A stored relu has its mark already.
+            if not (v in self.memory.relu_results and self._is_marked(v)):
+                x = self._mark(v, x)
             self._check(node, form, x)
             self.arrays[Read(v, False)] = x
             found.append(x)
@@ -451,19 +478,20 @@ class _Run:
         if not self._is_marked(v):
             return x
         stored = self.memory.stored[v]
-        platforms = NOWHERE if self.emitter.in_loop else stored.platforms
+        platforms = NOWHERE if self.emitter.in_loop else stored.barrier_platforms
         return mark_stored(x, platforms, stored.is_rounded)
 
     def _is_marked(self, v: Var) -> bool:
-        stored = self.memory.stored.get(v) if self.recompute else None
-        return stored is not None and (stored.in_loops or not self.emitter.in_loop)
+        if not self.recompute or v not in self.memory.stored:
+            return False
+        return self.memory.stored[v].in_loops or not self.emitter.in_loop
 
 
 _EMIT: dict[Way, Callable[[_Run, Node], tuple[Arrays, Arrays, str]]] = {
     Way.HALF: _Run.in_half,
     Way.FLOAT32_RESULT: _Run.with_float32_result,
     Way.SPREAD: _Run.spread,
-    Way.ROUNDED: _Run.rounded,
+    Way.ROUNDED: _Run.in_float32_then_rounded,
     Way.FLOAT32: _Run.in_float32,
     Way.CALLED: _Run.called,
     Way.BODIES: _Run.bodies,
@@ -495,8 +523,9 @@ def float32_result(eqn: Eqn, factors: Arrays, half: DType) -> Array:
             if not isinstance(t, SymbolicZero) and t.dtype == half
         ]
         result = matmul(*primals)
-        whole = sum(up(term, half) for term in terms)
-        return result, whole if terms else jnp.zeros_like(result)
+        if not terms:
+            return result, jnp.zeros_like(result)
+        return result, sum(to_float32(term, half) for term in terms)
 
     return matmul(*factors)
 
@@ -526,7 +555,9 @@ def _is_in_fp8(node: Node, reason: str) -> bool | None:
     """Whether a matmul runs in fp8; `None` if no key asks for fp8."""
     role, _, decision, *_ = node.choice
     is_asked = role is Kind.MATMUL and isinstance(decision.function, use_fp8)
-    return reason == _IN_FP8 if is_asked else None
+    if not is_asked:
+        return None
+    return reason == _IN_FP8
 
 
 def _what_became(node: Node, plan: Plan, results: Arrays) -> str:
@@ -542,13 +573,15 @@ def _what_became(node: Node, plan: Plan, results: Arrays) -> str:
             ", ".join(dict.fromkeys(x)) for x in split_list(dtypes, count)
         )
         return f"carries {carried or 'nothing'}, stacks {stacked or 'nothing'}"
-    form = plan.forms.get(eqn.outvars[0]) if eqn.outvars else None
-    if form is None:
+    if not eqn.outvars or eqn.outvars[0] not in plan.forms:
         return ""
+    form = plan.forms[eqn.outvars[0]]
     if not form.is_half or results[0].dtype == jnp.float32:
         # For an equation that runs as written, the reader of a report asks why the
         # equation runs so, not why its result is float32.
         is_own = node.choice.role in (Kind.ORIGINAL, Kind.CALLED)
         reason = node.choice.reason if is_own else form.reason
         return f"float32: {reason}" if reason else "float32"
-    return f"rounded: {form.reason}" if form.reason else "half precision"
+    if form.reason:
+        return f"rounded: {form.reason}"
+    return "half precision"

@@ -47,14 +47,15 @@ _CALLS = ("jit", "closed_call", "eval_jaxpr")
 # Equations with bodies that do not stand apart if no matmul is inside. Loops and
 # checkpoints stand apart: a `jax.checkpoint` around them would run a loop again in the
 # backward pass, or lose the policy of a checkpoint.
-_HELD = ("custom_jvp_call", "cond", *_CALLS)
+_MAY_BE_CHECKPOINTED = ("custom_jvp_call", "cond", *_CALLS)
 
 
 class ResultUses(NamedTuple):
     """How the results of a jaxpr are used outside of the jaxpr."""
 
     for_matmuls: Flags  # which results lead to a matmul
-    rounded: Flags  # which of these results no arithmetic of their region reads
+    # Which of these results no arithmetic of their own region reads.
+    read_only_rounded: Flags
     # Which results are results of the program or states of loops, unchanged or moved.
     # A sum without this flag may be half (line 5 of the rule), also if arithmetic reads
     # the sum first: the stream from the `checkpoint` of a layer to the next layer.
@@ -72,7 +73,7 @@ class Read(NamedTuple):
     """A variable, and whether its value before the border's rounding is read."""
 
     v: Var
-    is_unrounded: bool
+    before_border: bool
 
 
 Reads = list[Read | None]  # of an equation or of results; `None` stands for a literal
@@ -110,7 +111,8 @@ class Flow(NamedTuple):
     program: Program
     nodes: Sequence[Node]
     for_matmuls: set[Var]  # the variables that lead to a matmul
-    read_inside: set[Var]  # the variables that arithmetic of their own region reads
+    # The variables that arithmetic of their own region reads.
+    read_in_own_region: set[Var]
     # Results, states of loops, and the variables from which moves lead to them.
     for_results: set[Var]
 
@@ -165,8 +167,9 @@ class FlowAnalysis:
         """Returns a jaxpr in which small calls are open."""
 
         def opened(eqn: Eqn) -> Program | None:
-            may_open = self._may_open(eqn, context)
-            return self.program(bodies(eqn)[0], context) if may_open else None
+            if not self._may_open(eqn, context):
+                return None
+            return self.program(bodies(eqn)[0], context)
 
         return flatten(closed, opened)
 
@@ -190,38 +193,41 @@ class FlowAnalysis:
         program = self.program(closed, context)
         found, region = self.levels(closed, context)
         for_matmuls = set(flagged(program.outvars, uses.for_matmuls))
-        read_inside = set(flagged(program.outvars, [not half for half in uses.rounded]))
+        unrounded = [not is_rounded for is_rounded in uses.read_only_rounded]
+        read_in_own_region = set(flagged(program.outvars, unrounded))
         for_results = set(flagged(program.outvars, uses.for_results))
         nodes = []
         for node in reversed(found):
-            invars, level = node.eqn.invars, node.level
-            to_matmuls, unrounded, read, of_results = self._reading(
-                node, for_matmuls, read_inside, for_results
+            invars = node.eqn.invars
+            level = node.level
+            to_matmuls, before_border, read, of_results = self._reading(
+                node, for_matmuls, read_in_own_region, for_results
             )
             # An equation reads values of its own region unrounded.
-            reads: Reads = [
-                None
-                if isinstance(v, Literal)
-                else Read(v, is_unrounded and region[v] == level)
-                for v, is_unrounded in zip(invars, unrounded, strict=True)
-            ]
+            reads: Reads = []
+            for v, is_before in zip(invars, before_border, strict=True):
+                if isinstance(v, Literal):
+                    reads.append(None)
+                else:
+                    reads.append(Read(v, is_before and region[v] == level))
             nodes.append(dataclasses.replace(node, reads=reads, uses=of_results))
             for_matmuls.update(flagged(invars, to_matmuls))
             own = (v for v in flagged(invars, read) if region[v] == level)
-            read_inside.update(own)
+            read_in_own_region.update(own)
             # A body without a matmul may only move its operand, or be a `relu`, so its
             # operands count as moved to the result.
-            role, in_region = node.choice.role, node.in_region
+            role = node.choice.role
+            in_region = node.in_region
             passes = in_region and role in (Kind.MOVE, Kind.STRUCTURED)
             if passes and not for_results.isdisjoint(node.eqn.outvars):
                 for_results.update(v for v in variables(invars) if region[v] == level)
-        return Flow(program, nodes[::-1], for_matmuls, read_inside, for_results)
+        return Flow(program, nodes[::-1], for_matmuls, read_in_own_region, for_results)
 
     def _reading(
         self,
         node: Node,
         for_matmuls: set[Var],
-        read_inside: set[Var],
+        read_in_own_region: set[Var],
         for_results: set[Var],
     ) -> tuple[Flags, Flags, Flags, ResultUses | None]:
         """Returns how an equation reads its operands, by the readers of its results.
@@ -231,12 +237,16 @@ class FlowAnalysis:
         arithmetic of their region reads. The last part has the uses of the results, for
         an equation with a matmul inside.
         """
-        eqn, outvars, count = node.eqn, node.eqn.outvars, len(node.eqn.invars)
+        eqn = node.eqn
+        outvars = node.eqn.outvars
+        count = len(node.eqn.invars)
         if node.has_matmul:
-            rounded = tuple(v in for_matmuls and v not in read_inside for v in outvars)
+            read_only_rounded = tuple(
+                v in for_matmuls and v not in read_in_own_region for v in outvars
+            )
             of_results = ResultUses(
                 among(outvars, for_matmuls),
-                rounded,
+                read_only_rounded,
                 among(outvars, for_results),
                 states=(False,) * len(outvars),
             )
@@ -245,11 +255,11 @@ class FlowAnalysis:
             to_matmuls, read = rewriting.operand_uses(self, eqn, context, of_results)
             return to_matmuls, read, read, of_results
         leads = not node.in_region or not for_matmuls.isdisjoint(outvars)
-        unrounded = (node.in_region,) * count
         # The operand of a move is read as its result is.
-        passes = _is_move(node) and read_inside.isdisjoint(outvars)
-        read = (False,) * count if passes else unrounded
-        return (leads,) * count, unrounded, read, None
+        passes = _is_move(node) and read_in_own_region.isdisjoint(outvars)
+        is_read = node.in_region and not passes
+        before_border = (node.in_region,) * count
+        return (leads,) * count, before_border, (is_read,) * count, None
 
     @cached
     def levels(self, closed: Jaxpr, context: Context) -> Levels:
@@ -281,7 +291,8 @@ def is_apart(eqn: Eqn) -> bool:
 
 def _is_apart_itself(eqn: Eqn) -> bool:
     """Whether an equation stands apart by itself, without regard to its bodies."""
-    if kind_of(eqn) is Kind.STRUCTURED and eqn.primitive.name not in _HELD:
+    is_structured = kind_of(eqn) is Kind.STRUCTURED
+    if is_structured and eqn.primitive.name not in _MAY_BE_CHECKPOINTED:
         return True
     if eqn.primitive.name == "jit" and has_options(eqn):
         return True

@@ -31,9 +31,10 @@ from jax.interpreters import ad, batching, mlir
 
 from flax_amp import _compat, _jaxprs
 from flax_amp._compat import Array, Arrays, DType, Eqn
-from flax_amp.policy import Decision, Origin, use_fp8
+from flax_amp.policy import Decision, KeyKind, use_fp8
 
-FORWARD, BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+FORWARD = jnp.dtype(jnp.float8_e4m3fn)
+BACKWARD = jnp.dtype(jnp.float8_e5m2)
 _BIAS = 127  # the bias of the exponents of float32 and bfloat16
 
 fp8_dot_p = Primitive("flax_amp_fp8_dot")
@@ -60,7 +61,8 @@ class PolicyOfPlainMatmuls:
 
     def __call__(self, primitive: Primitive, *avals: Any, **params: Any) -> Any:
         if primitive is fp8_dot_p:
-            primitive, (avals, params) = lax.dot_general_p, _plain(*avals, **params)
+            primitive = lax.dot_general_p
+            avals, params = _plain(*avals, **params)
         return self.policy(primitive, *avals, **params)
 
 
@@ -99,7 +101,7 @@ def fp8_matmul(
         return "neither factor is an argument"
     weight = 0 if is_weight[0] else 1
     # A user who names a layer wants fp8 there, also in the last layer or a small layer.
-    if decision.origin is not Origin.SCOPE:
+    if decision.key_kind is not KeyKind.SCOPE:
         if not leads:
             return "no matmul in half precision behind it"
         if not _pays(eqn, weight):
@@ -206,7 +208,8 @@ def _matmul(
     constrain_layout: bool = False,
 ) -> Array:
     _, batch = dimension_numbers
-    copies, exponents = [], []
+    copies = []
+    exponents = []
     for x, format_, of_batch in zip(factors, formats, batch, strict=True):
         # Each matmul of a batch, such as the matmul of each expert, has its own
         # exponent. The axes are in order, so that both passes make the same copy: XLA
@@ -247,7 +250,9 @@ def _matmul(
 # --- the rules of the primitive ------------------------------------------------------
 
 
-def _as_plain(fn: Callable[..., Array], *operands: Array, **params: Any) -> Array:
+def _with_fp8_matmul(
+    fn: Callable[..., Array], *operands: Array, **params: Any
+) -> Array:
     """Runs a function with a single `dot_general`, and computes this matmul in fp8."""
 
     def run(eqn: Eqn, values: Arrays) -> Arrays:
@@ -265,7 +270,8 @@ def _transpose(
     i: int, g: Array, *factors: Any, dimension_numbers: Any, formats: Any, **params: Any
 ) -> Array:
     """Returns the cotangent of factor `i`."""
-    aval, other = factors[i].aval, factors[1 - i]
+    aval = factors[i].aval
+    other = factors[1 - i]
 
     def of_plain(g: Array, other: Array) -> Array:
         def matmul(x: Array) -> Array:
@@ -276,14 +282,14 @@ def _transpose(
         return jax.linear_transpose(matmul, x)(g)[0]
 
     params |= dict(dtype=g.dtype, formats=(BACKWARD, formats[1 - i]))
-    return _as_plain(of_plain, g, other, **params).astype(aval.dtype)
+    return _with_fp8_matmul(of_plain, g, other, **params).astype(aval.dtype)
 
 
 def _batch(
     factors: Arrays, dims: Sequence[Any], *, dimension_numbers: Any, **params: Any
 ) -> Any:
     matmul = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers)
-    return _as_plain(jax.vmap(matmul, tuple(dims)), *factors, **params), 0
+    return _with_fp8_matmul(jax.vmap(matmul, tuple(dims)), *factors, **params), 0
 
 
 def _plain(*factors: Any, dimension_numbers: Any, dtype: DType, **_: Any) -> Any:

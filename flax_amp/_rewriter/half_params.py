@@ -32,7 +32,7 @@ from flax_amp._compat import DType, Jaxpr
 from flax_amp._jaxprs import struct_of
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.transform import refuse_rewritten, trace_call
-from flax_amp._rewriter.value_numbers import Form, Numbering, Reader, Table, Value
+from flax_amp._rewriter.value_numbers import Digits, Numbering, Reader, Table, Value
 from flax_amp.policy import MatmulDType, Policy, PolicyEntries, Precision, read_options
 
 
@@ -111,8 +111,8 @@ def half_params(
             if not 0 <= n < len(args):
                 raise ValueError(
                     f"half_params: got {argnums=} for a call with {len(args)} "
-                    "positional arguments; expected the places of those that hold the "
-                    "parameters, from 0 on. Pass the parameters by position."
+                    "positional arguments; expected the places of the arguments that "
+                    "hold the parameters, from 0 on. Pass the parameters by position."
                 )
         call = FunctionalCall(fun, args, kwargs, open_scopes=policy.names_scopes)
         found = find_parameters(call, policy, dtype, places)
@@ -175,7 +175,9 @@ class _Search:
     def __init__(
         self, call: FunctionalCall, policy: Policy, half: DType, places: Sequence[int]
     ):
-        self.call, self.policy, self.half = call, policy, half
+        self.call = call
+        self.policy = policy
+        self.half = half
         self.places = places
         self.reasons: dict[int, tuple[Reason, Reader | None]] = {}
         self.table = Table(half)
@@ -188,10 +190,13 @@ class _Search:
         for p in {*self.places} - self.in_float32.rounded - {*self.reasons}:
             self.reasons[p] = Reason.NOT_READ, None
         found = self._proven([p for p in self.places if p not in self.reasons])
-        return [
-            Parameter(p, *((None, None) if p in found else self.reasons[p]))
-            for p in self.places
-        ]
+        parameters = []
+        for p in self.places:
+            if p in found:
+                parameters.append(Parameter(p, None, None))
+            else:
+                parameters.append(Parameter(p, *self.reasons[p]))
+        return parameters
 
     def _proven(self, candidates: list[int]) -> list[int]:
         """Returns parameters that can all be stored in half precision.
@@ -200,13 +205,13 @@ class _Search:
         precision computes the same values as the program for float32 parameters.
         """
         while candidates:
-            blamed = self._blamed(candidates)
-            if blamed is None:
+            differing = self._differing_parameters(candidates)
+            if differing is None:
                 return candidates
-            if blamed:
-                for p, reader in blamed.items():
+            if differing:
+                for p, reader in differing.items():
                     self.reasons[p] = Reason.PROMOTED, reader
-                candidates = [p for p in candidates if p not in blamed]
+                candidates = [p for p in candidates if p not in differing]
                 continue
             # The function refuses operands of two dtypes, or no parameter is known to
             # cause the difference. So the two parts of the candidates are tried apart.
@@ -224,7 +229,7 @@ class _Search:
             candidates = first + second
         return []
 
-    def _blamed(self, candidates: list[int]) -> dict[int, Reader] | None:
+    def _differing_parameters(self, candidates: list[int]) -> dict[int, Reader] | None:
         """Compares the programs; returns `None` if they compute the same values.
 
         Otherwise returns the parameters that are read where the programs begin to
@@ -239,15 +244,15 @@ class _Search:
         results = self._results(numbering, program)
         if results == self.expected:
             return None
-        blamed: dict[int, Reader] = {}
+        differing: dict[int, Reader] = {}
         for number, reader in numbering.first_new.items():
-            read = self.table.sources(number) & numbering.stored
+            read = self.table.sources(number) & numbering.stored_in_half
             # JAX computes in half precision from two operands in half precision, and in
             # float32 as soon as an operand is float32. So the largest parameter may
             # still be stored in half precision, unless the equation reads it alone.
             ordered = sorted(read, key=self._size)
-            blamed |= dict.fromkeys(ordered[:-1] or ordered, reader)
-        return blamed
+            differing |= dict.fromkeys(ordered[:-1] or ordered, reader)
+        return differing
 
     def _size(self, place: int) -> int:
         return math.prod(self.call.inputs[place].shape)
@@ -275,8 +280,9 @@ class _Search:
         for place, x in zip(program.places, program.closed.in_avals, strict=True):
             if place in self.places:
                 number = self.table.parameter(place, x.shape)
-                is_half = place in numbering.stored
-                values.append(Value(number, Form.AS_IT_IS if is_half else Form.FLOAT32))
+                is_half = place in numbering.stored_in_half
+                digits = Digits.AS_IT_IS if is_half else Digits.FLOAT32
+                values.append(Value(number, digits))
             else:
                 values.append(Value(self.table.number("input", place)))
         *outs, effects = numbering.run(program.closed, values)

@@ -47,7 +47,7 @@ class Stored(NamedTuple):
     # The platforms on which a barrier stands behind the result, outside of loops. There
     # is a barrier only if arithmetic reads the result, because XLA would store the
     # results of the arithmetic instead.
-    platforms: tuple[str, ...]
+    barrier_platforms: tuple[str, ...]
     is_rounded: bool  # whether the forward pass must read the stored digits, too
     # Whether the result is stored in the body of a loop, too. A loop stacks the stored
     # values of its steps, so operands of matmuls are computed again in loops. Outside
@@ -70,18 +70,18 @@ class Memory(NamedTuple):
 
     stored: dict[Var, Stored]  # results that may be stored for the backward pass
     pieces: Sequence[Piece]  # in the order in which they are emitted
-    relus: set[Var]  # results of relus from which the derivative can be computed
+    relu_results: set[Var]  # results of relus from which the derivative can be computed
     maxima: set[Var]  # along axes; some platforms compute the maximum again
 
 
 def memory_of(plan: Plan) -> Memory:
     """Returns the `Memory` of a program whose dtypes are planned."""
-    relus = {
+    relu_results = {
         v
         for node in plan.nodes
         if is_relu(node.eqn)
         for v in node.eqn.outvars
-        if v in plan.border and v not in plan.flow.read_inside
+        if v in plan.border and v not in plan.flow.read_in_own_region
     }
     maxima = {
         v
@@ -90,13 +90,16 @@ def memory_of(plan: Plan) -> Memory:
         for v in node.eqn.outvars
         if is_float32(v)
     }
-    return Memory(_stored(plan), _pieces(plan.nodes, plan.results), relus, maxima)
+    return Memory(
+        _stored(plan), _pieces(plan.nodes, plan.results), relu_results, maxima
+    )
 
 
 def _stored(plan: Plan) -> dict[Var, Stored]:
     """Returns the results of matmuls and the border values that may be stored."""
-    border, read_by_later = plan.border, plan.read_by_later
-    by_arithmetic, ill = _readings(plan.nodes)
+    border = plan.border
+    read_by_later = plan.read_by_later
+    by_arithmetic, ill = _arithmetic_operands(plan.nodes)
     stored: dict[Var, Stored] = {}
     for node in plan.nodes:
         is_low = node.choice.role in HALF_ROLES
@@ -105,11 +108,13 @@ def _stored(plan: Plan) -> dict[Var, Stored]:
             if (not is_low and v not in border) or _is_lookup(node, plan):
                 continue
             has_barrier = v in plan.flow.for_matmuls and v in by_arithmetic
-            on_tpu = is_matmul or v in plan.residual_sums
-            platforms = ON_GPU_AND_TPU if on_tpu else ON_GPU
+            platforms = NOWHERE
+            if has_barrier:
+                on_tpu = is_matmul or v in plan.residual_sums
+                platforms = ON_GPU_AND_TPU if on_tpu else ON_GPU
             is_read = v in border and v in read_by_later
             stored[v] = Stored(
-                platforms if has_barrier else NOWHERE,
+                platforms,
                 is_rounded=v in ill or is_read,
                 # A border value that only matmuls read is computed again there.
                 in_loops=v not in border or is_read,
@@ -134,7 +139,7 @@ def _is_lookup(node: Node, plan: Plan) -> bool:
     return plan.origins.read(node.eqn.invars[0]).after_matmul
 
 
-def _readings(nodes: Sequence[Node]) -> tuple[set[Var], set[Var]]:
+def _arithmetic_operands(nodes: Sequence[Node]) -> tuple[set[Var], set[Var]]:
     """Returns the operands of arithmetic, and the sources of ill-conditioned results.
 
     The second set has the variables from which arithmetic leads to an ill-conditioned
@@ -143,7 +148,8 @@ def _readings(nodes: Sequence[Node]) -> tuple[set[Var], set[Var]]:
     by_arithmetic: set[Var] = set()
     ill: set[Var] = set()
     for node in reversed(nodes):
-        eqn, role = node.eqn, node.choice.role
+        eqn = node.eqn
+        role = node.choice.role
         operands = variables(eqn.invars)
         is_move = node.in_region and role is Kind.MOVE
         if role not in HALF_ROLES and not is_move:
@@ -159,7 +165,7 @@ def _is_ill(eqn: Eqn) -> bool:
 
 def _pieces(nodes: Sequence[Node], results: Reads) -> list[Piece]:
     """Returns the equations in pieces, with the variables that each reads and gives."""
-    pieces = _groups(nodes)
+    pieces = _split_in_pieces(nodes)
     maker = {
         v: n
         for n, piece in enumerate(pieces)
@@ -176,7 +182,7 @@ def _pieces(nodes: Sequence[Node], results: Reads) -> list[Piece]:
     return [p._replace(ins=ins[n], outs=outs[n]) for n, p in enumerate(pieces)]
 
 
-def _groups(nodes: Sequence[Node]) -> list[Piece]:
+def _split_in_pieces(nodes: Sequence[Node]) -> list[Piece]:
     """Returns the equations in pieces, in the order in which the pieces are emitted.
 
     Equations that stand apart, such as loops, separate the pieces, and a single
@@ -197,10 +203,12 @@ def _groups(nodes: Sequence[Node]) -> list[Piece]:
         )
         if stands_apart and eqn.effects:
             own = floor = max(own, floor)
-        (apart if stands_apart else together)[own].append(node)
+        group = apart if stands_apart else together
+        group[own].append(node)
         depth.update(dict.fromkeys(eqn.outvars, own + stands_apart))
-    groups: list[Piece] = []
+    pieces: list[Piece] = []
     for own in sorted({*together, *apart}):
-        groups += [Piece(together[own], False)] if together[own] else []
-        groups += [Piece([node], True) for node in apart[own]]
-    return groups
+        if together[own]:
+            pieces.append(Piece(together[own], False))
+        pieces += [Piece([node], True) for node in apart[own]]
+    return pieces

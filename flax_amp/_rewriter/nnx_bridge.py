@@ -64,15 +64,16 @@ class FunctionalCall:
         if after != self._graphdef:
             old, new = (dict(nnx.to_flat_state(x)).keys() for x in (state, updated))
             names = sorted(_variable_name(merged, path) for path in old ^ new)
+            changed = f"the variables {names}" if names else "a static attribute"
             raise ValueError(
                 f"{self._caller} changed the structure of its nnx.Module argument: "
-                f"{f'the variables {names}' if names else 'a static attribute'}; "
+                f"{changed}; "
                 "expected changes of values only. Create all variables in __init__, "
                 "and change attributes, as model.eval() does, before the call."
             )
         return out, nnx.from_flat_state(list(_changed(updated, state).items()))
 
-    def finish(self, result: tuple[Any, nnx.State]) -> Any:
+    def update_modules(self, result: tuple[Any, nnx.State]) -> Any:
         """Updates the user's modules, and returns the result of the call.
 
         `result` is the pair that `function` returned.
@@ -102,17 +103,18 @@ class FunctionalCall:
         of the module. State that several modules share is a part of the first module.
         """
         states, others = jax.tree.unflatten(self._inputs_def, values)
-        nodes = [
-            states[i]
-            if isinstance(node, nnx.Variable)
-            # A module without variables has no entry in `states`.
-            else of_module(states.get(i, nnx.State({})))
-            for i, node in enumerate(self._nodes)
-        ]
+        nodes = []
+        for i, node in enumerate(self._nodes):
+            if isinstance(node, nnx.Variable):
+                nodes.append(states[i])
+            else:
+                # A module without variables has no entry in `states`.
+                nodes.append(of_module(states.get(i, nnx.State({}))))
         return self._fill(nodes, others)
 
     def _fill(self, nodes: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
-        nodes_, others_ = iter(nodes), iter(others)
+        nodes_ = iter(nodes)
+        others_ = iter(others)
         leaves = [next(nodes_) if is_node(x) else next(others_) for x in self._leaves]
         return jax.tree.unflatten(self._treedef, leaves)
 

@@ -49,14 +49,14 @@ class Origin(NamedTuple):
     after_matmul: bool = False  # whether a matmul comes before the value
     is_sum: bool = False  # a sum or a maximum along an axis, moved at most
     state: str = ""  # why the variable is a state; empty if no state
-    begins: Roots = 0  # the roots of which the value is a shifted or scaled copy
+    begins_at: Roots = 0  # the roots of which the value is a shifted or scaled copy
     reads: Roots = 0  # the roots that the value was computed from
     weights: Roots = 0  # of `reads`, the weights of matmuls before the value
 
     def mapped(self, change: Callable[[Roots], Roots]) -> "Origin":
         """Returns the origin with another set in the place of each set."""
         return self._replace(
-            begins=change(self.begins),
+            begins_at=change(self.begins_at),
             reads=change(self.reads),
             weights=change(self.weights),
         )
@@ -67,7 +67,7 @@ NOWHERE = Origin()
 
 def first_root(origins: Sequence[Origin]) -> Roots:
     """Returns the first root that stands in none of the origins."""
-    sets = (o.begins | o.reads | o.weights for o in origins)
+    sets = (o.begins_at | o.reads | o.weights for o in origins)
     return 1 << max((roots.bit_length() for roots in sets), default=0)
 
 
@@ -111,7 +111,9 @@ class RootMap:
         """`new_root` makes a root of the program for each root that the body makes."""
         self.new_root = new_root
         self.made: dict[Roots, Roots] = {}  # the program's root, by the body's root
-        sets = dict.fromkeys(x for o in origins for x in (o.begins, o.reads, o.weights))
+        sets = dict.fromkeys(
+            x for o in origins for x in (o.begins_at, o.reads, o.weights)
+        )
         stands_in: dict[Roots, list[int]] = {}  # by a root: the places of its sets
         for place, roots in enumerate(sets):
             for root in _bits(roots):
@@ -127,14 +129,15 @@ class RootMap:
         for i, key in enumerate(ordered):
             for place in key:
                 in_body[place] |= 1 << i
-        inside = dict(zip(sets, in_body, strict=True))
-        self.inside = tuple(o.mapped(inside.__getitem__) for o in origins)
+        to_body = dict(zip(sets, in_body, strict=True))
+        self.body_origins = tuple(o.mapped(to_body.__getitem__) for o in origins)
 
     def to_program(self, roots: Roots) -> Roots:
         """Translates a set of roots of the body to roots of the program."""
         found = 0
         for i, whole in enumerate(self.classes):
-            found |= whole if roots >> i & 1 else 0
+            if roots >> i & 1:
+                found |= whole
         count = len(self.classes)
         for bit in _bits(roots >> count << count):
             if bit not in self.made:
@@ -154,9 +157,9 @@ def _bits(roots: Roots) -> list[Roots]:
 
 def joined(origins: Sequence[Origin]) -> Origin:
     """Returns the origin of a value that is computed or chosen from some values."""
-    begins = reads = weights = 0
+    begins_at = reads = weights = 0
     for o in origins:
-        begins |= o.begins
+        begins_at |= o.begins_at
         reads |= o.reads
         weights |= o.weights
     return Origin(
@@ -164,7 +167,7 @@ def joined(origins: Sequence[Origin]) -> Origin:
         any(o.after_matmul for o in origins),
         any(o.is_sum for o in origins),
         next((o.state for o in origins if o.state), ""),
-        begins,
+        begins_at,
         reads,
         weights,
     )
@@ -201,7 +204,7 @@ class _Sweep:
         self.of: dict[Var, Origin] = dict(zip(self.program.invars, inputs, strict=True))
         for v in self.program.consts:
             root = self._root() if _shape(v) else 0
-            self.of[v] = Origin(is_argument=True, begins=root, reads=root)
+            self.of[v] = Origin(is_argument=True, begins_at=root, reads=root)
 
     def run(self) -> Origins:
         for node in self.levels.nodes:
@@ -221,7 +224,8 @@ class _Sweep:
 
     def _equation(self, node: Node) -> list[Origin]:
         """Returns the origins of the results of an equation."""
-        eqn, count = node.eqn, len(node.eqn.outvars)
+        eqn = node.eqn
+        count = len(node.eqn.outvars)
         has_bodies = node.choice.role is Kind.STRUCTURED or node.has_matmul
         if has_bodies and traits_of(eqn).rewriting is not None:
             return self._of_bodies(node)
@@ -232,8 +236,8 @@ class _Sweep:
             is_array = any(map(_shape, eqn.outvars))
             is_constant = is_array and node.choice.role is not Kind.OTHER
             root = self._root() if is_constant else 0
-            return [Origin(begins=root, reads=root)] * count
-        origin = self._along(node, self._computed(node, operands))
+            return [Origin(begins_at=root, reads=root)] * count
+        origin = self._with_carried_data(node, self._computed(node, operands))
         # Weights may be computed before they are taken apart, such as from int8.
         is_part = eqn.primitive.name in _PARTS
         if not is_part or self._read(eqn.invars[0]).after_matmul:
@@ -260,12 +264,12 @@ class _Sweep:
         eqn = node.eqn
         operands = map(self._read, eqn.invars)
         # A bias of a layer is a bias in the bodies behind the layer, too.
-        known = [o._replace(begins=o.begins & ~self.biases) for o in operands]
+        known = [o._replace(begins_at=o.begins_at & ~self.biases) for o in operands]
         roots = RootMap(known, self._root)
-        self.of_bodies[id(eqn)] = roots.inside
+        self.of_bodies[id(eqn)] = roots.body_origins
         context = node.choice.body_context
         rewriting = traits_of(eqn).rewriting
-        found = rewriting.origins(self.analysis, eqn, context, roots.inside)
+        found = rewriting.origins(self.analysis, eqn, context, roots.body_origins)
         self.biases |= roots.to_program(found.biases)
         self._mark_operands(eqn, found)
         return [o.mapped(roots.to_program) for o in found.results]
@@ -304,15 +308,18 @@ class _Sweep:
 
     def _is_sum(self, node: Node) -> bool:
         """Whether an equation gives a sum or a maximum, or moves such a result."""
-        eqn, role = node.eqn, node.choice.role
+        eqn = node.eqn
+        role = node.choice.role
         if role is Kind.SUM or (role is Kind.MOVE and has(eqn, Trait.MAXIMUM)):
             return True
         is_moved = is_layout(eqn)
         return is_moved and all(self.of[v].is_sum for v in variables(eqn.invars))
 
-    def _along(self, node: Node, origin: Origin) -> Origin:
+    def _with_carried_data(self, node: Node, origin: Origin) -> Origin:
         """Adds to the origin of a result the data that the result carries along."""
-        eqn, name, role = node.eqn, node.eqn.primitive.name, node.choice.role
+        eqn = node.eqn
+        name = node.eqn.primitive.name
+        role = node.choice.role
         if not node.in_region:
             return origin
         arrays = [v for v in variables(eqn.invars) if _shape(v)]
@@ -323,19 +330,19 @@ class _Sweep:
         if is_sum_or_product and len(arrays) == len(floats) == 2:
             return self._sum(eqn, arrays, origin)
         if _moves(node) or (is_sum_or_product and len(arrays) == 1):
-            whole = joined([self.of[v] for v in arrays])
-            # A row of features beside coordinates is data, too.
-            is_data = name == "concatenate" or all(self.of[v].begins for v in floats)
-            begins = whole.begins if is_data else 0
-            return origin._replace(state=whole.state, begins=begins)
-        # An array that is computed from a state alone is a state: sorted coordinates,
-        # and for boxes the sigmoid of a logit. A lookup in a table begins nothing.
-        is_function = role in (Kind.ARITHMETIC, Kind.MOVE) and len(floats) == 1
-        of_x = self.of[floats[0]] if is_function else NOWHERE
-        # A function begins no further sum: the `tanh(c)` of an LSTM is multiplied by a
-        # gate, and the product is no state.
-        begins = of_x.begins if of_x.state and role is Kind.MOVE else 0
-        return origin._replace(state=of_x.state, begins=begins)
+            return self._of_move(name, arrays, origin)
+        if role in (Kind.ARITHMETIC, Kind.MOVE) and len(floats) == 1:
+            return _of_function(role, self.of[floats[0]], origin)
+        return origin
+
+    def _of_move(self, name: str, arrays: Sequence[Var], origin: Origin) -> Origin:
+        """Adds to the origin of moved arrays the data of the arrays."""
+        whole = joined([self.of[v] for v in arrays])
+        are_data = (self.of[v].begins_at for v in arrays if is_float32(v))
+        # A row of features beside coordinates is data, too.
+        if name == "concatenate" or all(are_data):
+            return origin._replace(state=whole.state, begins_at=whole.begins_at)
+        return origin._replace(state=whole.state)
 
     def _sum(self, eqn: Eqn, arrays: Sequence[Var], origin: Origin) -> Origin:
         """Returns the origin of `x + y` or `x * y`: a state if `y` depends on `x`.
@@ -345,31 +352,52 @@ class _Sweep:
         level = self.levels.region
         pairs = [pair for pair in (arrays, arrays[::-1]) if self._may_begin(*pair)]
         for x, y in pairs:
-            of_x, of_y = self.of[x], self.of[y]
-            begins = of_x.begins & ~self.biases
-            if begins & of_y.reads:
-                return origin._replace(state=BEGINS_AT_DATA, begins=of_x.begins)
+            of_x = self.of[x]
+            of_y = self.of[y]
+            begins_at = of_x.begins_at & ~self.biases
+            if begins_at & of_y.reads:
+                return origin._replace(state=BEGINS_AT_DATA, begins_at=of_x.begins_at)
             if eqn.primitive.name not in _ADDITIONS or level[y] <= level[x]:
                 continue
             if of_x.weights and not of_y.weights & ~of_x.weights:
                 self.of[x] = of_x._replace(state=SAME_WEIGHTS)
                 return origin._replace(state=SAME_WEIGHTS)
             if of_x.is_argument:
-                self.biases |= begins
+                self.biases |= begins_at
+        return self._shifted_or_scaled(pairs, arrays, origin)
+
+    def _shifted_or_scaled(
+        self, pairs: Sequence[Sequence[Var]], arrays: Sequence[Var], origin: Origin
+    ) -> Origin:
+        """Returns the origin of `x + y` or `x * y` that begins no state of its own."""
         for x, y in pairs:
             # A state that is shifted or scaled by an array is still a state, unless the
             # array was computed from a matmul.
-            if self.of[x].state and not self.of[y].after_matmul:
-                return origin._replace(state=self.of[x].state, begins=self.of[x].begins)
-        found = [self.of[v].begins for v in arrays]
+            of_x = self.of[x]
+            if of_x.state and not self.of[y].after_matmul:
+                return origin._replace(state=of_x.state, begins_at=of_x.begins_at)
+        first, second = (self.of[v].begins_at for v in arrays)
         # The difference of two coordinates is a coordinate, too.
-        is_data = not pairs and all(found)
-        return origin._replace(begins=found[0] | found[1] if is_data else 0)
+        if not pairs and first and second:
+            return origin._replace(begins_at=first | second)
+        return origin
 
     def _may_begin(self, x: Var, y: Var) -> bool:
         """Whether `x` may begin a sum with `y`: `x` comes before `y`, or is a state."""
         level = self.levels.region
         return level[y] > level[x] or bool(self.of[x].state)
+
+
+def _of_function(role: Kind, of_x: Origin, origin: Origin) -> Origin:
+    """Adds to the origin of `f(x)` the data of `x`.
+
+    An array that is computed from a state alone is a state: sorted coordinates, and for
+    boxes the sigmoid of a logit. A lookup in a table begins nothing.
+    """
+    # A function begins no further sum: the `tanh(c)` of an LSTM is multiplied by a
+    # gate, and the product is no state.
+    begins_at = of_x.begins_at if of_x.state and role is Kind.MOVE else 0
+    return origin._replace(state=of_x.state, begins_at=begins_at)
 
 
 def _weights(x: Origin, y: Origin = NOWHERE) -> Roots:
@@ -383,7 +411,8 @@ def _weights(x: Origin, y: Origin = NOWHERE) -> Roots:
     weights = 0
     for factor, other in ((x, y), (y, x)):
         is_weight = not factor.after_matmul and not other.is_argument
-        weights |= factor.reads if is_weight else 0
+        if is_weight:
+            weights |= factor.reads
     return weights
 
 

@@ -22,7 +22,7 @@ from flax_amp._compat import Jaxpr
 from flax_amp._rewriter.primitives import Kind, Visit, is_matmul, walk
 from flax_amp._rewriter.roles import Chooser, Context, why_as_written
 from flax_amp._scope_paths import paths
-from flax_amp.policy import Origin, Policy
+from flax_amp.policy import KeyKind, Policy
 
 # The folders of JAX, of Flax and of the rewriter.
 _LIBRARIES = tuple(
@@ -38,9 +38,11 @@ class PolicyWarning(UserWarning):
 def _warn(message: str) -> None:
     """Warns at the user's line: the innermost line outside of `_LIBRARIES`."""
     # A `stacklevel` of 2 is the caller of `_warn`, and each frame further out adds 1.
-    frame, level = sys._getframe(1), 2
+    frame = sys._getframe(1)
+    level = 2
     while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += 1
     warnings.warn(message, PolicyWarning, stacklevel=level)
 
 
@@ -65,16 +67,17 @@ def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None
         _warn(
             "amp: matmuls in hi-primitives of JAX stay in float32: "
             f"{_most_common(hidden)}. Expected jax.checkpoint, jax.custom_vjp and "
-            "jax.custom_jvp without them: turn jax_remat3, jax_custom_vjp3 and "
-            "jax_custom_jvp3 off where they are decorated or traced outside of the "
-            "function, and leave out generic_batching=True. Or keep them in float32 "
-            "by flax_amp.amp_stop; flax_amp.explain shows each matmul."
+            "jax.custom_jvp without hi-primitives: turn jax_remat3, jax_custom_vjp3 "
+            "and jax_custom_jvp3 off where functions are decorated or traced outside "
+            "of the function, and leave out generic_batching=True. Or keep these "
+            "matmuls in float32 by flax_amp.amp_stop; flax_amp.explain shows each "
+            "matmul."
         )
     elif kept and "" not in kept:
         _warn(
             "amp: no matmul or convolution of this program runs in "
-            f"{choose.half} by amp: {_most_common(kept)}. Expected some between "
-            "float32 arrays: cast what is float64, leave out dtype=, precision=, "
+            f"{choose.half} by amp: {_most_common(kept)}. Expected matmuls between "
+            "float32 arrays: cast float64 arrays, leave out dtype=, precision=, "
             "preferred_element_type= and jax.default_matmul_precision, and start from "
             "flax_amp.default_amp_policy | {...} with fewer keys. Or leave out amp; "
             "flax_amp.explain shows each matmul."
@@ -89,13 +92,13 @@ def warn_of_fp8(policy: Policy, reasons: Counter[str]) -> None:
     if policy.fp8_recipes and "" not in reasons:
         emulates = any(recipe.emulate for recipe in policy.fp8_recipes)
         options = "(emulate=True)" if emulates else ""
+        why = _most_common(reasons) or "the program has no matmul that could"
         _warn(
-            "amp: no matmul of this program runs in fp8: "
-            f"{_most_common(reasons) or 'it has none that could'}. Expected one by a "
-            "weight, an argument of the function, that is large enough (docs/fp8.md). "
-            "Leave out fp8, or name the layers that run in it whatever their size, as "
-            'in flax_amp.default_amp_policy | {"*/mlp/*": flax_amp.use_fp8'
-            f"{options}}}."
+            f"amp: no matmul of this program runs in fp8: {why}. Expected a matmul by "
+            "a weight, an argument of the function, that is large enough "
+            "(docs/fp8.md). Leave out fp8, or name the layers that run in fp8 whatever "
+            'their size, as in flax_amp.default_amp_policy | {"*/mlp/*": '
+            f"flax_amp.use_fp8{options}}}."
         )
 
 
@@ -118,7 +121,7 @@ def _why_kept(choose: Chooser, matmul: Visit) -> str:
         return reasons[0]
     # A key of the policy may leave a loop or a call untouched as a whole.
     by_key = (choose.policy.decide(e.primitive, ()) for e in around)
-    forced = next((d for d in by_key if d.origin is Origin.PRIMITIVE), None)
+    forced = next((d for d in by_key if d.key_kind is KeyKind.PRIMITIVE), None)
     outer = scopes[: len(scopes) - len(_source.scope_names(eqn))]
     choice = choose(eqn, Context(outer, forced))
     is_kept = choice.role is Kind.ORIGINAL and choice.decision.key != "amp_stop"
@@ -132,7 +135,9 @@ def _hidden_in(choose: Chooser, matmul: Visit) -> str:
         return ""
     name = _jaxprs.hi_name(hi)
     # A solver in half precision converges to half precision.
-    return "" if name == "CustomRoot" else name
+    if name == "CustomRoot":
+        return ""
+    return name
 
 
 def _warn_of_keys(policy: Policy, scopes: set[tuple[str, ...]], idle: set[str]) -> None:
@@ -144,8 +149,8 @@ def _warn_of_keys(policy: Policy, scopes: set[tuple[str, ...]], idle: set[str]) 
         _warn(
             f"amp_policy: scope keys that match nothing in this program:\n{lines}\n"
             "expected the name of a jax.named_scope, or the path of a Flax module "
-            "('LM/embed'), also as a glob ('*/embed'); an nnx.Module has one if it is "
-            "an argument of the function; with several paths, the first one by the "
+            "('LM/embed'), also as a glob ('*/embed'); an nnx.Module has a path if the "
+            "module is an argument of the function; of several paths, the first by the "
             "alphabet counts. Correct these keys, or leave them out."
         )
 
@@ -165,4 +170,6 @@ def _nearest(key: str, scopes: set[tuple[str, ...]]) -> str:
     ends = {"/".join(path.split("/")[-depth:]): path for path in by_length}
     # With `cutoff=0` there is a nearest scope for any key.
     close = difflib.get_close_matches(wanted, ends, n=1, cutoff=0)
-    return f"nearest: {ends[close[0]]!r}" if close else "it has no scopes"
+    if not close:
+        return "the program has no scopes"
+    return f"nearest: {ends[close[0]]!r}"

@@ -184,7 +184,8 @@ def bodies(eqn: Eqn) -> list[Jaxpr]:
     `inner_jaxprs` finds the jaxprs of conditions and of unknown primitives, too.
     """
     found = eqn.params.get(traits_of(eqn).body, ())
-    found = found if isinstance(found, tuple | list) else (found,)
+    if not isinstance(found, tuple | list):
+        found = (found,)
     return [body for body in found if body is not None]
 
 
@@ -324,5 +325,7 @@ def literal(atom: Any) -> float | None:
     """Returns the number of a scalar literal, `None` for all else."""
     if not isinstance(atom, Literal) or getattr(atom.aval, "shape", None) != ():
         return None
-    is_real = np.issubdtype(np.asarray(atom.val).dtype, np.number)
-    return float(atom.val) if is_real and not np.iscomplexobj(atom.val) else None
+    is_number = np.issubdtype(np.asarray(atom.val).dtype, np.number)
+    if not is_number or np.iscomplexobj(atom.val):
+        return None
+    return float(atom.val)

@@ -12,7 +12,7 @@ from flax_amp._rewriter.primitives import Kind, inside, kind_by_shape, kind_of
 from flax_amp.policy import (
     Decision,
     InDtype,
-    Origin,
+    KeyKind,
     Policy,
     use_compute_precision,
     use_compute_precision_behind_matmuls,
@@ -72,13 +72,13 @@ class Chooser:
         if decision.is_chosen and decision.function is use_original_precision:
             context = Context(scopes, decision)
             return Choice(Kind.ORIGINAL, _reason(decision), decision, context)
-        if decision.origin is Origin.PRIMITIVE:
+        if decision.key_kind is KeyKind.PRIMITIVE:
             raise TypeError(
                 f"amp_policy: key {decision.key!r} is a structured primitive, and its "
                 f"value is {decision.function!r}; expected "
-                "flax_amp.use_original_precision, which leaves it untouched. To set "
-                "the precision of what is inside, use the primitives inside or a scope "
-                "as keys."
+                "flax_amp.use_original_precision, which leaves the primitive "
+                "untouched. To set the precision of the equations inside, use their "
+                "primitives or a scope as keys."
             )
         if reason := why_as_written(eqn):
             return Choice(Kind.ORIGINAL, reason, decision)
@@ -88,7 +88,8 @@ class Chooser:
         # Without a key that spans several scopes, equal bodies in different scopes have
         # the same context, and so the same plan.
         around = scopes if self.policy.spans_scopes else ()
-        context = Context(around, decision if decision.is_chosen else None)
+        forced = decision if decision.is_chosen else None
+        context = Context(around, forced)
         return Choice(Kind.STRUCTURED, "it has bodies", decision, context)
 
     def _role(self, eqn: Eqn, decision: Decision) -> tuple[Kind, str]:
@@ -96,7 +97,8 @@ class Chooser:
 
         The reason is "" if a key of the policy decided.
         """
-        kind, function = kind_of(eqn), decision.function
+        kind = kind_of(eqn)
+        function = decision.function
         if eqn.primitive.name == "scatter" and eqn.params.get("update_jaxpr"):
             return Kind.ORIGINAL, "its update function is a float32 one"
         is_original = function in (use_original_precision, InDtype(jnp.float32))
@@ -104,8 +106,9 @@ class Chooser:
             return Kind.ORIGINAL, ""
         is_of_matmuls = _is_of_matmuls(decision)
         if is_original or (is_of_matmuls and kind is not Kind.MATMUL):
-            is_own = kind is Kind.MATMUL or kind is Kind.LINEAR_ALGEBRA
-            return Kind.ORIGINAL if is_own else kind, kind.value
+            if kind is Kind.MATMUL or kind is Kind.LINEAR_ALGEBRA:
+                return Kind.ORIGINAL, kind.value
+            return kind, kind.value
         in_half = (
             use_compute_precision,
             use_compute_precision_behind_matmuls,
@@ -124,7 +127,7 @@ class Chooser:
         if kind is not Kind.MATMUL:
             return Kind.HALF, ""
         # A dtype for a scope lowers the whole scope, inner and outer products too.
-        if decision.origin is Origin.SCOPE and not _is_of_matmuls(decision):
+        if decision.key_kind is KeyKind.SCOPE and not _is_of_matmuls(decision):
             return Kind.MATMUL, ""
         match kind_by_shape(eqn):
             case Kind.ARITHMETIC:
@@ -175,7 +178,8 @@ def why_as_written(eqn: Eqn) -> str:
 
     A reason is, for example, a rule that cannot be traced by itself.
     """
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     if hi_name := _jaxprs.hi_name(eqn):
         return f"the hi-primitive {hi_name} runs as written"
     # A solver in half precision converges to half precision.
@@ -205,7 +209,7 @@ def _is_castable(eqn: Eqn) -> bool:
 
 
 def _reason(decision: Decision) -> str:
-    return f"{decision.origin.value} {decision.key}"
+    return f"{decision.key_kind.value} {decision.key}"
 
 
 def asked_precision(eqn: Eqn) -> str:
@@ -214,8 +218,9 @@ def asked_precision(eqn: Eqn) -> str:
     # An algorithm is a tuple as well, of its own type.
     parts = precision if type(precision) is tuple else (precision,)
     names = [getattr(part, "name", str(part)) for part in parts]
-    is_default = {*names} <= {"None", "DEFAULT"}
-    return "" if is_default else "/".join(dict.fromkeys(names))
+    if {*names} <= {"None", "DEFAULT"}:
+        return ""
+    return "/".join(dict.fromkeys(names))
 
 
 def call_precision_function(
@@ -231,7 +236,8 @@ def call_precision_function(
     try:
         invars, params = function(compute_dtype, dtypes, *operands, **eqn.params)
         outs = list(_jaxprs.bind_in_dtype(eqn, invars, params))
-        shapes, expected = [x.shape for x in outs], [v.aval.shape for v in eqn.outvars]
+        shapes = [x.shape for x in outs]
+        expected = [v.aval.shape for v in eqn.outvars]
         # Without the check, an error of JAX would blame the next equation.
         if shapes != expected:
             raise ValueError(f"results of shapes {shapes}; expected {expected}")

@@ -43,7 +43,8 @@ def bind_matmul(eqn: Eqn, factors: Arrays, params: Params) -> Array:
     contracted, (x_batch, w_batch) = params["dimension_numbers"]
     # In the order of the axes of `x`, so that `x` is not transposed.
     pairs = sorted(zip(*contracted, strict=True))
-    x_axes, w_axes = [i for i, _ in pairs], [i for _, i in pairs]
+    x_axes = [i for i, _ in pairs]
+    w_axes = [i for _, i in pairs]
     rows = [i for i in range(x.ndim) if i not in {*x_batch, *x_axes}]
     columns = [i for i in range(w.ndim) if i not in {*w_batch, *w_axes}]
     n = len(x_batch)
@@ -90,7 +91,8 @@ def _is_affected(eqn: Eqn, factors: Arrays) -> bool:
 def _may_be_sharded(x: Array) -> bool:
     """Whether an axis of an array may be on several devices, outside of `shard_map`."""
     mesh = jax.typeof(x).sharding.mesh
-    automatic, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
+    automatic = jax.sharding.AxisType.Auto
+    manual = jax.sharding.AxisType.Manual
     return any(
         kind is not manual and (size > 1 or kind is not automatic)
         for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True)

@@ -68,7 +68,7 @@ class Form(NamedTuple):
 
     is_half: bool
     # Whether the region of the variable reads the float32 value before the rounding.
-    is_both: bool = False
+    has_float32_too: bool = False
     # Why the variable is float32, or rounded. Empty if its equation gives half.
     reason: str = ""
 
@@ -85,7 +85,7 @@ class Way(enum.Enum):
     BODIES = "its bodies are planned"
 
 
-class Outside(NamedTuple):
+class Signature(NamedTuple):
     """The signature of a jaxpr: the facts that the program outside knows of it."""
 
     context: Context
@@ -98,14 +98,15 @@ class Outside(NamedTuple):
     @classmethod
     def in_float32(
         cls, context: Context, results: int, origins: Sequence[Origin], halves: Flags
-    ) -> "Outside":
+    ) -> "Signature":
         """Returns the signature of a body whose results all stay float32."""
         uses = ResultUses.in_float32(results)
         return cls(context, uses, tuple(origins), halves)
 
-    def without(self, count: int) -> "Outside":
+    def without(self, count: int) -> "Signature":
         """Returns the signature without the first inputs."""
-        origins, halves = self.origins[count:], self.halves[count:]
+        origins = self.origins[count:]
+        halves = self.halves[count:]
         return self._replace(origins=origins, halves=halves)
 
 
@@ -153,20 +154,22 @@ class Planner(OriginAnalysis):
     """Plans jaxprs, once for each jaxpr and signature."""
 
     @cached
-    def plan(self, closed: Jaxpr, outside: Outside) -> Plan:
+    def plan(self, closed: Jaxpr, signature: Signature) -> Plan:
         """Returns the plan of a jaxpr."""
-        return _Rule(self, closed, outside).plan()
+        return _Rule(self, closed, signature).plan()
 
-    def outside(self, node: Node, origins: Origins, halves: Flags) -> Outside:
+    def signature_of_bodies(
+        self, node: Node, origins: Origins, halves: Flags
+    ) -> Signature:
         """Returns the signature of the bodies of an equation, for all its operands."""
         assert node.uses is not None
         are_states = [bool(origins.of[v].state) for v in node.eqn.outvars]
         uses = node.uses._replace(
-            rounded=_unless(node.uses.rounded, are_states),
+            read_only_rounded=_and_not(node.uses.read_only_rounded, are_states),
             for_results=tuple(map(max, node.uses.for_results, are_states)),
         )
         inputs = origins.of_bodies[id(node.eqn)]
-        return Outside(node.choice.body_context, uses, inputs, halves)
+        return Signature(node.choice.body_context, uses, inputs, halves)
 
 
 class _Rule:
@@ -176,33 +179,37 @@ class _Rule:
     equation of arithmetic: such a matmul begins no region.
     """
 
-    def __init__(self, planner: Planner, closed: Jaxpr, outside: Outside):
-        self.planner, self.half = planner, planner.choose.half
-        self.outside = outside
-        self.flow = planner.flow(closed, outside.context, outside.uses)
-        self.origins = planner.origins(closed, outside.context, outside.origins)
+    def __init__(self, planner: Planner, closed: Jaxpr, signature: Signature):
+        self.planner = planner
+        self.half = planner.choose.half
+        self.signature = signature
+        self.flow = planner.flow(closed, signature.context, signature.uses)
+        self.origins = planner.origins(closed, signature.context, signature.origins)
         self.numbers = _numbers(self.flow.program)
-        self.leaving, self.read_by_later = _read_outside(self.flow, outside.uses)
+        reads = _reads_across_regions(self.flow, signature.uses)
+        self.read_outside_region, self.read_by_later = reads
         self.residual_sums = self._residual_sums()
         program = self.flow.program
         self.forms = dict.fromkeys(filter(is_float32, program.consts), Form(False))
-        for v, is_half in zip(program.invars, outside.halves, strict=True):
+        for v, is_half in zip(program.invars, signature.halves, strict=True):
             if is_float32(v):
                 self.forms[v] = Form(is_half)
         self.to_gradients = self._leads_to_gradients()
         self.border: set[Var] = set()
-        are_states = zip(program.outvars, outside.uses.states, strict=True)
+        are_states = zip(program.outvars, signature.uses.states, strict=True)
         self.states_of_loop = {v for v, is_state in are_states if is_state}
 
     def plan(self) -> Plan:
         nodes = list(map(self._node, self.flow.nodes))
         # Arithmetic outside may belong to the region of a result. Such arithmetic reads
         # the result unrounded.
-        pairs = zip(self.flow.program.outvars, self.outside.uses.rounded, strict=True)
-        results: Reads = [
-            None if isinstance(v, Literal) else self._settled(Read(v, not is_rounded))
-            for v, is_rounded in pairs
-        ]
+        are_rounded = self.signature.uses.read_only_rounded
+        results: Reads = []
+        for v, is_rounded in zip(self.flow.program.outvars, are_rounded, strict=True):
+            if isinstance(v, Literal):
+                results.append(None)
+            else:
+                results.append(self._settled(Read(v, not is_rounded)))
         return Plan(
             *(self.flow, nodes, results, self.origins, self.numbers, self.forms),
             *(self.border, self.read_by_later, self.residual_sums & self.border),
@@ -210,10 +217,10 @@ class _Rule:
 
     def _settled(self, read: Read | None) -> Read | None:
         """Returns a read that is unrounded only if the variable has both dtypes."""
-        if read is None or not read.is_unrounded:
+        if read is None or not read.before_border:
             return read
         form = self.forms.get(read.v)
-        return Read(read.v, form is not None and form.is_both)
+        return Read(read.v, form is not None and form.has_float32_too)
 
     def _node(self, node: Node) -> Node:
         """Plans an equation, and the forms of its results."""
@@ -226,7 +233,8 @@ class _Rule:
         return node
 
     def _way(self, node: Node) -> Way:
-        eqn, role = node.eqn, node.choice.role
+        eqn = node.eqn
+        role = node.choice.role
         if node.has_matmul:
             return Way.BODIES
         if role in HALF_ROLES:
@@ -258,12 +266,13 @@ class _Rule:
 
     def _halves(self, node: Node) -> Sequence[bool]:
         """Returns which results of an equation are half before any border."""
-        way, count = node.way, len(node.eqn.outvars)
+        way = node.way
+        count = len(node.eqn.outvars)
         halves = tuple(_is_half(self.forms, read) for read in node.reads)
         if way is Way.BODIES:
-            outside = self.planner.outside(node, self.origins, halves)
+            signature = self.planner.signature_of_bodies(node, self.origins, halves)
             rewriting = traits_of(node.eqn).rewriting
-            found: Sequence[bool] = rewriting.halves(self.planner, node.eqn, outside)
+            found: Sequence[bool] = rewriting.halves(self.planner, node.eqn, signature)
             return found
         if way is Way.CALLED:
             return self._asked(node, halves)
@@ -273,7 +282,9 @@ class _Rule:
 
     def _asked(self, node: Node, halves: Flags) -> Sequence[bool]:
         """Asks a user's precision function which results are half."""
-        eqn, half, decision = node.eqn, self.half, node.choice.decision
+        eqn = node.eqn
+        half = self.half
+        decision = node.choice.decision
         structs = [
             _jaxprs.struct_of(v.aval, half if is_half else v.aval.dtype)
             for v, is_half in zip(eqn.invars, halves, strict=True)
@@ -304,12 +315,13 @@ class _Rule:
             return Form(True)
         if why:
             return Form(False, reason=why)
-        is_both = v not in self.residual_sums
-        return Form(True, is_both, "a matmul reads it later")
+        has_float32_too = v not in self.residual_sums
+        return Form(True, has_float32_too, "a matmul reads it later")
 
     def _why_float32(self, v: Var, node: Node) -> str:
         """4. Says why a result is not rounded at a border; "" for a rounded result."""
-        role, origin = node.choice.role, self.origins.of[v]
+        role = node.choice.role
+        origin = self.origins.of[v]
         if not v.aval.shape:
             # Scalars are step sizes, say. With rounded scalars, a solver's gradient had
             # 3.0 times the error of casting matmuls only.
@@ -325,7 +337,7 @@ class _Rule:
             return "a sum or a maximum"
         if origin.state:
             return origin.state
-        if v not in self.leaving:
+        if v not in self.read_outside_region:
             return "only its own region reads it"
         if node.way is Way.FLOAT32_RESULT:
             return node.choice.reason
@@ -354,7 +366,8 @@ class _Rule:
             computed = [v for v in terms if self.origins.of[v].after_matmul]
             if eqn.primitive.name in ("add", "add_any") and len(computed) == 2:
                 found.update(self.read_by_later.intersection(eqn.outvars))
-        unrounded = [not is_rounded for is_rounded in self.outside.uses.rounded]
+        are_rounded = self.signature.uses.read_only_rounded
+        unrounded = [not is_rounded for is_rounded in are_rounded]
         found -= set(flagged(self.flow.program.outvars, unrounded))
         return found - self.flow.for_results
 
@@ -364,9 +377,9 @@ class _Rule:
         A sum gives the gradient of a bias. The operand of the sum is an activation,
         which stays half, so the search ends at sums. Matmuls in a body are not found.
         """
-        if not self.outside.gradients:
+        if not self.signature.gradients:
             return set()
-        found = set(flagged(self.flow.program.outvars, self.outside.gradients))
+        found = set(flagged(self.flow.program.outvars, self.signature.gradients))
         for node in reversed(self.flow.nodes):
             is_sum = node.choice.role is Kind.SUM
             if node.in_region and not is_sum and not found.isdisjoint(node.eqn.outvars):
@@ -382,7 +395,8 @@ class _Rule:
         sum. A small ViT on a v5e took 3.80 ms with float32 sums, and takes 3.46 ms with
         half sums.
         """
-        eqn, role = node.eqn, node.choice.role
+        eqn = node.eqn
+        role = node.choice.role
         pairs = zip(eqn.invars, node.reads, strict=True)
         floats = [(v, read) for v, read in pairs if is_float32(v)]
         others = [v for v, read in floats if not _is_half(self.forms, read)]
@@ -418,7 +432,7 @@ class _Rule:
 
     def _fits(self, v: Atom, eqn: Eqn) -> bool:
         """Whether a move of a half may read a float32 operand `v` rounded."""
-        number = literal(v) if isinstance(v, Literal) else self.numbers.get(v)
+        number = _number_of(v, self.numbers)
         if number is None:
             is_joined = eqn.primitive.name == "concatenate"
             return is_joined and self.origins.read(v).is_argument
@@ -426,17 +440,24 @@ class _Rule:
         return is_exact or not has(eqn, Trait.EXACT_LITERAL)
 
 
-def _unless(flags: Flags, others: Sequence[bool]) -> Flags:
-    """Returns `flags`, turned off where `others` are on."""
-    pairs = zip(flags, others, strict=True)
-    return tuple(flag and not other for flag, other in pairs)
+def _and_not(flags: Flags, excluded: Sequence[bool]) -> Flags:
+    """Returns `flags`, turned off where `excluded` is on."""
+    pairs = zip(flags, excluded, strict=True)
+    return tuple(flag and not is_excluded for flag, is_excluded in pairs)
 
 
 def _is_half(forms: dict[Var, Form], read: Read | None) -> bool:
     """Whether an operand is read in half precision; `None` stands for a literal."""
     if read is None or read.v not in forms:
         return False
-    return forms[read.v].is_half and not read.is_unrounded
+    return forms[read.v].is_half and not read.before_border
+
+
+def _number_of(v: Atom, numbers: dict[Var, float]) -> float | None:
+    """Returns the number that all elements of a variable or a literal are."""
+    if isinstance(v, Literal):
+        return literal(v)
+    return numbers.get(v)
 
 
 def _numbers(program: Program) -> dict[Var, float]:
@@ -444,23 +465,23 @@ def _numbers(program: Program) -> dict[Var, float]:
     numbers: dict[Var, float] = {}
     for eqn in program.eqns:
         if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type"):
-            x = eqn.invars[0]
-            number = literal(x) if isinstance(x, Literal) else numbers.get(x)
+            number = _number_of(eqn.invars[0], numbers)
             if number is not None and is_float32(eqn.outvars[0]):
                 numbers[eqn.outvars[0]] = number
     return numbers
 
 
-def _read_outside(flow: Flow, uses: ResultUses) -> tuple[set[Var], set[Var]]:
+def _reads_across_regions(flow: Flow, uses: ResultUses) -> tuple[set[Var], set[Var]]:
     """Returns the variables that are read outside of their region.
 
     The first set has all these variables. The second set has the variables that
     arithmetic reads.
     """
-    leaving = set(flagged(flow.program.outvars, uses.rounded))
-    by_later: set[Var] = set()
+    read_outside_region = set(flagged(flow.program.outvars, uses.read_only_rounded))
+    read_by_later: set[Var] = set()
     for node in flow.nodes:
-        read = [read.v for read in node.reads if read and not read.is_unrounded]
-        leaving.update(read)
-        by_later.update(read if node.in_region else [])
-    return leaving, by_later
+        read = [read.v for read in node.reads if read and not read.before_border]
+        read_outside_region.update(read)
+        if node.in_region:
+            read_by_later.update(read)
+    return read_outside_region, read_by_later

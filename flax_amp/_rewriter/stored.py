@@ -147,14 +147,16 @@ def _partial_eval(saveable: Any, unknown: Any, available: Any, eqn: Any) -> Any:
     """
     x, *sources = eqn.invars
     results = len(eqn.outvars)
-    unknowns, instantiated = [unknown[0]] * results, [True] * results
+    unknowns = [unknown[0]] * results
+    instantiated = [True] * results
     is_saved = saveable(stored_p, x.aval, **eqn.params) in (True, Saveable)
     # Nothing is stored here: the equation stands in the backward pass alone, or is
     # computed again. Its operands are residuals unless the backward pass has them.
     if unknown[0] or not is_saved:
         pairs = zip(eqn.invars, available, strict=True)
         residuals = [v for v, is_there in pairs if isinstance(v, Var) and not is_there]
-        return None if unknown[0] else eqn, eqn, unknowns, instantiated, residuals
+        known = None if unknown[0] else eqn
+        return known, eqn, unknowns, instantiated, residuals
     residual = Var(x.aval)
     forward = eqn.replace(
         outvars=[*eqn.outvars, residual], params={**eqn.params, "copies": results + 1}
@@ -162,7 +164,8 @@ def _partial_eval(saveable: Any, unknown: Any, available: Any, eqn: Any) -> Any:
     again = eqn.params["again"]
     # An array is not stored only to compute its maximum again.
     if not all(available[1:]):
-        sources, again = [], None
+        sources = []
+        again = None
     backward = eqn.replace(
         invars=[residual, *sources],
         params={**eqn.params, "again": again, "in_backward": True},

@@ -50,20 +50,20 @@ def streams(
     first, count = sizes
     inputs = [
         *[_NOTHING] * first,
-        *(_Origin(carry=i, carries=frozenset([i])) for i in range(count)),
-        *(_Origin(weight=j if is_one else None) for j, is_one in enumerate(is_weight)),
+        *(_Path(carry=i, carries=frozenset([i])) for i in range(count)),
+        *(_Path(weight=j if is_one else None) for j, is_one in enumerate(is_weight)),
     ]
     states: set[int] = set()
-    origins = _Search(flows, states, {}).results(closed, context, inputs)[:count]
+    paths = _Search(flows, states, {}).results(closed, context, inputs)[:count]
     carries = _compat.open_jaxpr(closed)[0].invars[first:]
     return tuple(
         i in x.streams and i not in states and bool(v.aval.shape)
-        for i, (x, v) in enumerate(zip(origins, carries, strict=False))
+        for i, (x, v) in enumerate(zip(paths, carries, strict=False))
     )
 
 
-class _Origin(NamedTuple):
-    """The carries and arguments from which a variable in the body of a scan comes."""
+class _Path(NamedTuple):
+    """The way from carries and arguments to a variable in the body of a scan."""
 
     # The index of the argument in `xs` if the variable is its slice, moved at most.
     weight: int | None = None
@@ -75,14 +75,14 @@ class _Origin(NamedTuple):
     streams: frozenset[int] = frozenset()  # the carries that an argument multiplied
 
 
-_NOTHING = _Origin()
+_NOTHING = _Path()
 
 
-def _joined(origins: Sequence[_Origin]) -> _Origin:
-    return _Origin(
-        carries=frozenset().union(*(x.carries for x in origins)),
-        matmuls=frozenset().union(*(x.matmuls for x in origins)),
-        streams=frozenset().union(*(x.streams for x in origins)),
+def _joined(paths: Sequence[_Path]) -> _Path:
+    return _Path(
+        carries=frozenset().union(*(x.carries for x in paths)),
+        matmuls=frozenset().union(*(x.matmuls for x in paths)),
+        streams=frozenset().union(*(x.streams for x in paths)),
     )
 
 
@@ -91,58 +91,56 @@ class _Search(NamedTuple):
 
     flows: FlowAnalysis
     states: set[int]  # the carries that proved to be no streams
-    found: dict[Any, list[_Origin]]  # by body and inputs: calls may be nested deeply
+    found: dict[Any, list[_Path]]  # by body and inputs: calls may be nested deeply
 
     def results(
-        self, closed: Jaxpr, context: Context, inputs: Sequence[_Origin]
-    ) -> list[_Origin]:
-        """Returns the origins of the results of a body, given the origins of inputs."""
+        self, closed: Jaxpr, context: Context, inputs: Sequence[_Path]
+    ) -> list[_Path]:
+        """Returns the paths to the results of a body, given the paths to its inputs."""
         key = closed, context, tuple(inputs)
         if key not in self.found:
             self.found[key] = self._results(closed, context, inputs)
         return self.found[key]
 
     def _results(
-        self, closed: Jaxpr, context: Context, inputs: Sequence[_Origin]
-    ) -> list[_Origin]:
+        self, closed: Jaxpr, context: Context, inputs: Sequence[_Path]
+    ) -> list[_Path]:
         program = self.flows.program(closed, context)
         known = dict(zip(program.invars, inputs, strict=True))
 
-        def read(v: Atom) -> _Origin:
+        def read(v: Atom) -> _Path:
             return _NOTHING if isinstance(v, Literal) else known.get(v, _NOTHING)
 
         for eqn in program.eqns:
-            origins = self._equation(eqn, context, list(map(read, eqn.invars)))
-            known |= zip(eqn.outvars, origins, strict=True)
+            paths = self._equation(eqn, context, list(map(read, eqn.invars)))
+            known |= zip(eqn.outvars, paths, strict=True)
         return list(map(read, program.outvars))
 
-    def _equation(
-        self, eqn: Eqn, context: Context, origins: list[_Origin]
-    ) -> list[_Origin]:
-        if (is_layout(eqn) or is_cast_up(eqn)) and len(origins) == 1:
-            return origins * len(eqn.outvars)  # a split, say, has several results
+    def _equation(self, eqn: Eqn, context: Context, paths: list[_Path]) -> list[_Path]:
+        if (is_layout(eqn) or is_cast_up(eqn)) and len(paths) == 1:
+            return paths * len(eqn.outvars)  # a split, say, has several results
         choice = self.flows.choose(eqn, context)
-        results = [_joined(origins)] * len(eqn.outvars)
+        results = [_joined(paths)] * len(eqn.outvars)
         if choice.role is Kind.MATMUL:
-            x, y, *_ = origins
+            x, y, *_ = paths
             return [self._matmul(eqn, x, y)]
         if not self.flows.has_matmul(eqn, choice):
             return results
         for body in bodies(eqn):
             # In a `cond`, the index of the branch comes before the body's operands.
-            start = len(origins) - len(_compat.open_jaxpr(body)[0].invars)
+            start = len(paths) - len(_compat.open_jaxpr(body)[0].invars)
             if start < 0:
                 continue
-            of_body = self.results(body, choice.body_context, origins[start:])
+            of_body = self.results(body, choice.body_context, paths[start:])
             if len(of_body) == len(results):
                 results = [_joined(pair) for pair in zip(results, of_body, strict=True)]
         return results
 
-    def _mark_state(self, origin: _Origin) -> None:
-        if origin.carry is not None:
-            self.states.add(origin.carry)
+    def _mark_state(self, path: _Path) -> None:
+        if path.carry is not None:
+            self.states.add(path.carry)
 
-    def _matmul(self, eqn: Eqn, x: _Origin, y: _Origin) -> _Origin:
+    def _matmul(self, eqn: Eqn, x: _Path, y: _Path) -> _Path:
         result = _joined([x, y])
         for factor, argument in ((x, y.weight), (y, x.weight)):
             if argument is not None:
@@ -152,8 +150,9 @@ class _Search(NamedTuple):
         if not _is_kernel(eqn):
             return result
         self._mark_state(y)
-        carried = x.carries if y.weight is not None else frozenset()
-        return result._replace(streams=result.streams | carried)
+        if y.weight is None:
+            return result
+        return result._replace(streams=result.streams | x.carries)
 
 
 def _is_kernel(eqn: Eqn) -> bool:

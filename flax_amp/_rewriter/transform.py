@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from flax_amp import _compat, _jaxprs, _source, _tree
 from flax_amp._compat import Array, Arrays, Aval, DType, Jaxpr
 from flax_amp._rewriter import bodies as bodies  # registers primitives with bodies
-from flax_amp._rewriter.casts import up
+from flax_amp._rewriter.casts import to_float32
 from flax_amp._rewriter.emit import Emitter, Record
 from flax_amp._rewriter.fp8 import check_device
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
@@ -20,7 +20,7 @@ from flax_amp._rewriter.origins import Origin
 from flax_amp._rewriter.policy_warnings import warn_of_fp8, warn_of_policy
 from flax_amp._rewriter.primitives import walk
 from flax_amp._rewriter.roles import Chooser, Context
-from flax_amp._rewriter.rule import Outside, Planner
+from flax_amp._rewriter.rule import Planner, Signature
 from flax_amp._tree import PyTree
 from flax_amp.policy import MatmulDType, Policy, PolicyEntries, Precision, read_options
 
@@ -171,7 +171,7 @@ def rewrite(
             observe(traced)
         arrays = [x for x in call.inputs if _tree.is_array(x)]
         outs = traced.emit(arrays, recompute, record, reduce_in_float32)
-        return call.finish(traced.rebuild(outs))
+        return call.update_modules(traced.rebuild(outs))
 
     return run
 
@@ -212,15 +212,16 @@ class TracedCall(NamedTuple):
         # Each array among the arguments is a root of its own. A root is a single bit.
         are_arrays = [bool(getattr(v.aval, "shape", ())) for v in jaxpr.invars]
         roots = [is_array << i for i, is_array in enumerate(are_arrays)]
-        origins = [Origin(is_argument=True, begins=x, reads=x) for x in roots]
+        origins = [Origin(is_argument=True, begins_at=x, reads=x) for x in roots]
         halves = (False,) * len(origins)
-        outside = Outside.in_float32(Context(), len(jaxpr.outvars), origins, halves)
-        half, planner = self.choose.half, Planner(self.choose)
+        signature = Signature.in_float32(Context(), len(jaxpr.outvars), origins, halves)
+        half = self.choose.half
+        planner = Planner(self.choose)
         is_half = half != jnp.float32
         recompute &= is_half  # in float32, recomputation saves nothing
         reduce_in_float32 &= is_half
         emitter = Emitter(planner, half, recompute, reduce_in_float32, record=record)
-        outs = emitter.emit(self.closed, arrays, outside)
+        outs = emitter.emit(self.closed, arrays, signature)
         if half != jnp.float32:
             warn_of_fp8(self.choose.policy, emitter.fp8)
         pairs = zip(outs, jaxpr.outvars, strict=True)
@@ -236,7 +237,7 @@ def _as_result(x: Array, aval: Aval, half: DType) -> Array:
     if not isinstance(x, jax.Array) and aval.dtype != jax.dtypes.float0:
         x = jnp.asarray(x, aval.dtype)  # a literal of the jaxpr
     if aval.dtype == jnp.float32:
-        x = up(x, half)
+        x = to_float32(x, half)
     return _tree.with_weak_type(x, getattr(aval, "weak_type", False))
 
 

@@ -11,11 +11,12 @@ precision:
     y = dot h x           m                 h = convert[bfloat16] f          n
                                             y = dot h x                      m
 
-A parameter has the number of its rounded value, and a *form*: the original float32,
-float32 that was cast up from half precision, or half precision. A move, such as a
+A parameter has the number of its rounded value, and *digits*: of the original float32,
+of float32 that was cast up from half precision, or of half precision. A move, such as a
 reshape, commutes with the rounding of each element, so the result of a move keeps the
-form. Rounding either float32 form gives the number itself. The remaining equations that
-read a float32 form have numbers of their own, because the forms differ in their digits.
+digits. Rounding either kind of float32 gives the number itself. The remaining equations
+that read float32 have numbers of their own, because the two kinds differ in their
+digits.
 """
 
 import dataclasses
@@ -43,8 +44,8 @@ Leaves = frozenset[int]  # parameters, by their places among the inputs
 NO_LEAVES: Leaves = frozenset()
 
 
-class Form(enum.Enum):
-    """The form in which a program has a value, beside the number of the value."""
+class Digits(enum.Enum):
+    """The digits that a program has of a value, beside the number of the value."""
 
     AS_IT_IS = "as the number says"
     FLOAT32 = "in float32, before it is rounded"
@@ -55,7 +56,7 @@ class Value(NamedTuple):
     """A value of a program."""
 
     number: Number
-    form: Form = Form.AS_IT_IS
+    digits: Digits = Digits.AS_IT_IS
 
 
 class Reader(NamedTuple):
@@ -110,7 +111,9 @@ class Table:
 
     def sources(self, number: Number) -> Leaves:
         """Returns the parameters in half precision that are nearest before a value."""
-        found, seen, left = NO_LEAVES, {number}, [number]
+        found = NO_LEAVES
+        seen = {number}
+        left = [number]
         while left:
             n = left.pop()
             if n in self.leaves:
@@ -170,9 +173,9 @@ class Table:
 class Numbering:
     """Numbers the values of one program, which stores some parameters in half."""
 
-    def __init__(self, table: Table, stored: Leaves = NO_LEAVES):
+    def __init__(self, table: Table, stored_in_half: Leaves = NO_LEAVES):
         self.table = table
-        self.stored = stored
+        self.stored_in_half = stored_in_half
         self.rounded: set[int] = set()  # the parameters that some equation rounds
         # By a parameter: the first equation that reads the parameter unrounded.
         self.unrounded: dict[int, Reader] = {}
@@ -231,7 +234,8 @@ class Numbering:
 
     def _cast(self, eqn: Eqn, x: Value) -> Value | None:
         """Returns a parameter that is cast between float32 and half precision."""
-        old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+        old = eqn.invars[0].aval.dtype
+        new = eqn.params["new_dtype"]
         if old == new:  # from a weak type to a strong one
             return x
         leaves = self.table.leaves.get(x.number, NO_LEAVES)
@@ -244,23 +248,25 @@ class Numbering:
             return None
         # XLA may drop a cast to half precision if a cast up follows at once. Then the
         # program with a float32 parameter would go on with more digits.
-        if not leaves <= self.stored:
-            self._note(leaves - self.stored)
-        return Value(x.number, Form.CAST_UP)
+        if not leaves <= self.stored_in_half:
+            self._note_float32_read(leaves - self.stored_in_half)
+        return Value(x.number, Digits.CAST_UP)
 
     def _moved(self, eqn: Eqn, operands: Sequence[Value]) -> list[Value] | None:
         """Returns the results of a move of parameters; `None` for any equation else."""
-        name, forms = eqn.primitive.name, set()
+        name = eqn.primitive.name
+        digits = set()
         if not (has(eqn, Trait.LAYOUT) or name in _MOVES):
             return None
         if name == "optimization_barrier":  # gives its operands, one by one
             return [self._part(x, name) for x in operands]
-        leaves, numbers = NO_LEAVES, []
+        leaves = NO_LEAVES
+        numbers = []
         for v, x in zip(eqn.invars, operands, strict=True):
             number: Number | None = x.number
             if x.number in self.table.leaves:
                 leaves |= self.table.leaves[x.number]
-                forms.add(x.form)
+                digits.add(x.digits)
             elif jnp.issubdtype(v.aval.dtype, jnp.inexact):
                 number = self._in_half(x)
             if number is None:
@@ -268,22 +274,23 @@ class Numbering:
             numbers.append(Value(number))
         fill_value = eqn.params.get("fill_value")
         is_exact = fill_value is None or self._is_exact(fill_value)
-        if len(forms) != 1 or not is_exact:
+        if len(digits) != 1 or not is_exact:
             return None
-        params, half = self.table.key_of(eqn.params), self.table.half
+        params = self.table.key_of(eqn.params)
+        half = self.table.half
         results = self._numbered(eqn, numbers, params, half)
         self.table.leaves |= {x.number: leaves for x in results}
-        (form,) = forms
-        return [Value(x.number, form) for x in results]
+        (of_results,) = digits
+        return [Value(x.number, of_results) for x in results]
 
-    def _part(self, x: Value, *what: Any) -> Value:
-        """Returns a part of a value, or the value behind a barrier, in its form."""
+    def _part(self, x: Value, *key: Any) -> Value:
+        """Returns a part of a value, or the value behind a barrier, in its digits."""
         is_leaf = x.number in self.table.leaves
         of_number = Value(x.number) if is_leaf else x
-        number = self.table.number(*what, of_number, operands=[x])
+        number = self.table.number(*key, of_number, operands=[x])
         if is_leaf:
             self.table.leaves[number] = self.table.leaves[x.number]
-        return Value(number, x.form)
+        return Value(number, x.digits)
 
     def _in_half(self, x: Value) -> Number | None:
         """Returns the number of a literal in half precision, if the cast is exact.
@@ -300,7 +307,8 @@ class Numbering:
 
         A NaN counts as exact, because a lookup fills rows with NaNs.
         """
-        number, half = float(x), self.table.half
+        number = float(x)
+        half = self.table.half
         is_large = math.isfinite(number) and abs(number) > float(finfo(half).max)
         return not is_large and np.array_equal(
             np.asarray(number, half), np.asarray(number), equal_nan=True
@@ -330,10 +338,11 @@ class Numbering:
 
     def _read(self, x: Value) -> None:
         """Notes the current equation as a reader that needs all digits."""
-        if x.form is Form.FLOAT32:
-            self._note(self.table.leaves[x.number])
+        if x.digits is Digits.FLOAT32:
+            self._note_float32_read(self.table.leaves[x.number])
 
-    def _note(self, leaves: Leaves) -> None:
+    def _note_float32_read(self, leaves: Leaves) -> None:
+        """Notes the current equation as a reader of these parameters in float32."""
         for leaf in leaves:
             self.unrounded.setdefault(leaf, Reader(tuple(self._around)))
 
@@ -348,11 +357,13 @@ class Numbering:
         self, closed: Jaxpr, inputs: Sequence[Value]
     ) -> tuple[list[Value], tuple[Any, ...]]:
         """Returns the results of a body, and its effects."""
-        before, self._effects = self._effects, []
+        before = self._effects
+        self._effects = []
         self._depth += 1
         results = self._body(closed, inputs)
         self._depth -= 1
-        effects, self._effects = self._effects, before
+        effects = self._effects
+        self._effects = before
         return results, tuple(effects)
 
     def _loop(
@@ -390,10 +401,10 @@ class Numbering:
                 break
             is_kept = still_kept
         # The loop hands a kept parameter through, and no equation reads the parameter.
-        # Without the form, `_numbered` does not note the loop as a float32 reader.
-        found = _without_forms(init, is_kept)
+        # So `_numbered` must not note the loop as a float32 reader.
+        found = _with_digits_of_number(init, is_kept)
         found += [x for results, _ in runs[:-1] for x in results]
-        found += _without_forms(last, is_kept)
+        found += _with_digits_of_number(last, is_kept)
         effects = tuple(happened for _, happened in runs)
         outs = self._numbered(eqn, found, (options, effects, tuple(is_kept)))
         carried = fill(pick(init, is_kept), is_kept, outs[: len(init)])
@@ -444,8 +455,10 @@ def _contents(cell: types.CellType) -> Any:
         return cell
 
 
-def _without_forms(values: Sequence[Value], flags: Sequence[bool]) -> list[Value]:
-    """Returns the values, without their forms where a flag is on."""
+def _with_digits_of_number(
+    values: Sequence[Value], flags: Sequence[bool]
+) -> list[Value]:
+    """Returns the values, with the digits of their numbers where a flag is on."""
     pairs = itertools.zip_longest(values, flags)
     return [Value(x.number) if flag else x for x, flag in pairs]
 

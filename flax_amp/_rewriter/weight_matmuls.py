@@ -29,7 +29,7 @@ from jax.interpreters import ad, batching, mlir
 
 from flax_amp import _compat, _jaxprs
 from flax_amp._compat import Array, Arrays, Aval, DType, Eqn, Params
-from flax_amp._rewriter.casts import down, rounded, up
+from flax_amp._rewriter.casts import rounded, to_float32, to_half
 
 weight_matmul_p = Primitive("flax_amp_weight_matmul")
 
@@ -53,7 +53,8 @@ class PolicyOfWeightMatmuls:
 
     def __call__(self, primitive: Primitive, *avals: Any, **params: Any) -> Any:
         if primitive is weight_matmul_p:
-            primitive, (avals, params) = params["of"], _plain(*avals, **params)
+            primitive = params["of"]
+            avals, params = _plain(*avals, **params)
         return self.policy(primitive, *avals, **params)
 
 
@@ -68,7 +69,7 @@ def _plain(
 def _matmul(
     *operands: Array, of: Primitive, half: DType, dtype: DType, **params: Any
 ) -> Array:
-    factors = [down(x, half) for x in operands[:2]]
+    factors = [to_half(x, half) for x in operands[:2]]
     params["preferred_element_type"] = dtype
     return of.bind(*factors, *operands[2:], **params)
 
@@ -83,7 +84,7 @@ def _matmul_on_cpu(
     time. Some matmuls that give halves would add up in half precision there
     (`row_matmuls.py`).
     """
-    factors = [up(rounded(down(x, half)), half) for x in operands[:2]]
+    factors = [to_float32(rounded(to_half(x, half)), half) for x in operands[:2]]
     float32 = jnp.dtype(jnp.float32)
     y = _matmul(*factors, *operands[2:], of=of, half=float32, dtype=float32, **params)
     return jax.lax.convert_element_type(y, dtype)
@@ -99,7 +100,9 @@ def _abstract_eval(*avals: Aval, of: Any, **params: Any) -> Any:
     return of.abstract_eval(*plain, **params)
 
 
-def _as_plain(fn: Callable[..., Array], *operands: Array, **dtypes: DType) -> Array:
+def _with_weight_matmul(
+    fn: Callable[..., Array], *operands: Array, **dtypes: DType
+) -> Array:
     """Evaluates a function of a plain matmul, with a `weight_matmul` in its place."""
 
     def run(eqn: Eqn, values: Arrays) -> Arrays:
@@ -134,7 +137,7 @@ def _transpose(
         return jax.linear_transpose(matmul, factor)(g)[0]
 
     others = *operands[:i], *operands[i + 1 :]
-    cotangent = _as_plain(of_plain, g, *others, half=half, dtype=aval.dtype)
+    cotangent = _with_weight_matmul(of_plain, g, *others, half=half, dtype=aval.dtype)
     return [cotangent if k == i else None for k in range(len(operands))]
 
 
@@ -164,7 +167,7 @@ def _batch(
         return of.bind(*operands, **params)
 
     mapped = jax.vmap(matmul, tuple(dims))
-    return _as_plain(mapped, *operands, half=half, dtype=dtype), 0
+    return _with_weight_matmul(mapped, *operands, half=half, dtype=dtype), 0
 
 
 weight_matmul_p.def_impl(_impl)

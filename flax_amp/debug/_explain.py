@@ -45,7 +45,7 @@ from flax_amp.debug._report import (
     table,
 )
 from flax_amp.debug._rounded import Finding
-from flax_amp.policy import Origin, Policy
+from flax_amp.policy import KeyKind, Policy
 
 ONLY = ("problems", "equations", "parameters")
 
@@ -425,7 +425,7 @@ def _why(visit: Visit, half: str) -> str:
         return f"it asks for precision={asked}. Leave that out to run it in {half}."
     # The keys of `default_amp_policy` let all matmuls run in half precision. If no key
     # decides, the user's own policy lacks a key, which is no choice.
-    is_default = decision.origin is Origin.DEFAULT and decision.key != "amp_stop"
+    is_default = decision.key_kind is KeyKind.DEFAULT and decision.key != "amp_stop"
     if row.is_in_fp8 or visit.why.is_by_key and not is_default:
         return ""
     if visit.whole is not None:

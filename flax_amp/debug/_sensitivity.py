@@ -34,7 +34,7 @@ import numpy as np
 from flax_amp import _compat, _tree
 from flax_amp._compat import Array, Arrays, DType, Eqn, Jaxpr, Params, open_jaxpr
 from flax_amp._jaxprs import bind_in_dtype, evaluate, inner_jaxprs
-from flax_amp._rewriter.casts import up
+from flax_amp._rewriter.casts import to_float32
 from flax_amp._rewriter.fp8 import power_of_two, quantize, scale_exponent
 from flax_amp._rewriter.primitives import Kind, bodies, kind_by_shape
 from flax_amp._source import equation_context
@@ -314,7 +314,7 @@ def _as_written(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any
         run.settled(x).astype(run.half) if isinstance(x, _Half) else x for x in values
     ]
     outs = _compat.bind(eqn, operands, eqn.params)
-    return run.given(eqn, [up(x, run.half) for x in outs], None)
+    return run.given(eqn, [to_float32(x, run.half) for x in outs], None)
 
 
 def _copies(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
@@ -329,7 +329,7 @@ def _spread(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     """
     (x,) = values
     wide = _compat.bind(eqn, [x], run.with_float32(eqn.params))[0]
-    limited = up(_compat.bind(eqn, [x], eqn.params)[0], run.half)
+    limited = to_float32(_compat.bind(eqn, [x], eqn.params)[0], run.half)
     is_limited = jnp.abs(wide) > float(jnp.finfo(run.half).max)
     exact = jnp.where(is_limited, limited, wide)
     return [_Half(exact, run.switch(eqn, BORDER), is_cast=True)]

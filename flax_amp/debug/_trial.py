@@ -17,7 +17,7 @@ from flax_amp._rewriter.transform import TracedCall
 from flax_amp.debug._call import Call, Loss
 from flax_amp.debug._record import Recorder, low_share, source_text
 from flax_amp.debug._run import is_finite
-from flax_amp.policy import Decision, Origin, Policy
+from flax_amp.policy import Decision, KeyKind, Policy
 
 _MAX_RUNS = 16  # of a search: each run compiles a program
 # On a CPU, XLA computes halves in float32, and without the first option would leave out
@@ -77,7 +77,7 @@ class Trials:
         policy = Policy({**entries, **dict.fromkeys(keys_of(parts), value)})
         forced = None
         if value is not jnp.float32:
-            forced = Decision(value, Origin.SCOPE, "of a line")
+            forced = Decision(value, KeyKind.SCOPE, "of a line")
         half, lines = self._call.asked.dtype, lines_of(parts)
         choose = _LineChooser(policy, half, lines, forced)
         return self.traced._replace(choose=choose)

@@ -404,7 +404,7 @@ def test_a_program_without_matmuls_in_fp8_warns():
     emulated = r'"\*/mlp/\*": flax_amp.use_fp8\(emulate=True\)}'
     with pytest.warns(PolicyWarning, match=emulated):
         jax.eval_shape(amp(mlp, matmul_dtype=use_fp8(emulate=True)), W, X)
-    with pytest.warns(PolicyWarning, match="it has none that could. Expected one by a"):
+    with pytest.warns(PolicyWarning, match="has no matmul that could. Expected"):
         jax.eval_shape(amp(jnp.sin, matmul_dtype=FP8), X)
     jax.eval_shape(jax.grad(lambda w: fp8(mlp)(w, X).sum()), W)
 

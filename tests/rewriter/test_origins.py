@@ -174,16 +174,16 @@ def test_a_body_is_planned_once_for_all_layers():
     """Roots that a body cannot tell apart are one root for it."""
     stream = Origin(after_matmul=True, reads=0b0111, weights=0b0110)
     later = Origin(after_matmul=True, reads=0b1111111, weights=0b1111110)
-    own = [Origin(is_argument=True, begins=x, reads=x) for x in (1 << 3, 1 << 9)]
+    own = [Origin(is_argument=True, begins_at=x, reads=x) for x in (1 << 3, 1 << 9)]
     first, second = (
         RootMap(pair, lambda: 1 << 20) for pair in ([stream, own[0]], [later, own[1]])
     )
-    assert first.inside == second.inside
-    known = [origin.mapped(second.to_program) for origin in second.inside]
+    assert first.body_origins == second.body_origins
+    known = [origin.mapped(second.to_program) for origin in second.body_origins]
     assert known == [later, own[1]]
-    weight = Origin(is_argument=True, begins=0b10, reads=0b10)
+    weight = Origin(is_argument=True, begins_at=0b10, reads=0b10)
     shared = RootMap([later, weight], lambda: 1 << 20)
-    assert shared.inside != first.inside
+    assert shared.body_origins != first.body_origins
 
 
 # --- numbers: beside a program that casts matmuls only -------------------------------

@@ -207,7 +207,7 @@ MISSED = {  # name: (function, arguments, key, what the message says of it)
         lambda x: Parts().init_with_output(jax.random.key(0), x)[0],
         (X,), "*/bdoy", "nearest: 'Parts/body'",
     ),
-    "no scopes": (jnp.dot, (X, W), "head", "it has no scopes)"),
+    "no scopes": (jnp.dot, (X, W), "head", "the program has no scopes)"),
     # Names of parameters are no keys: without a scope, nothing opens one.
     "parameter": (lambda p, x: x @ p["head"], ({"head": W}, X), "head", "no scopes"),
 }  # fmt: skip
@@ -289,7 +289,7 @@ def matmul(w, x, precision=None):
 by_rule = jax.custom_vjp(matmul)
 by_rule.defvjp(lambda w, x: (x.value @ w.value, None), lambda _, g: (g, g), True)
 OF_POLICY = "flax_amp.default_amp_policy | {"
-OF_DTYPES = "cast what is float64, leave out dtype=, precision=, pref"
+OF_DTYPES = "cast float64 arrays, leave out dtype=, precision=, pref"
 FULL = default_amp_policy | {lax.dot_general_p: jnp.float32}
 NOTHING = {  # the reason that the message gives: (function, policy, what is advised)
     "scope inner (1)": (nested, {"inner": jnp.float32}, OF_POLICY),

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_amp._rewriter.value_numbers import Form, Numbering, Table, Value
+from flax_amp._rewriter.value_numbers import Digits, Numbering, Table, Value
 
 W, X = jnp.ones((4, 4)), jnp.ones((4, 4))
 HALF = jnp.dtype(jnp.bfloat16)
 
 
-def numbers(*programs, form=Form.AS_IT_IS):
+def numbers(*programs):
     """Returns the numbers of the results of each program, in one table."""
     table = Table(HALF)
     found = []
@@ -156,7 +156,7 @@ def test_different_programs(name):
     assert first != second
 
 
-# --- parameters in two forms ----------------------------------------------------------
+# --- parameters in float32 and in half precision --------------------------------------
 
 
 def as_float32(program):
@@ -164,7 +164,7 @@ def as_float32(program):
     table = Table(HALF)
     numbering = Numbering(table)
     number = table.parameter(0, W.shape)
-    inputs = [Value(number, Form.FLOAT32), Value(table.number("input", 1))]
+    inputs = [Value(number, Digits.FLOAT32), Value(table.number("input", 1))]
     return table, numbering, numbering.run(jax.make_jaxpr(program)(W, X), inputs)
 
 
