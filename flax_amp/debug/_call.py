@@ -83,9 +83,11 @@ def tool(ask: Callable[..., R], *, runs: bool = True) -> Tool[R]:
     @functools.wraps(ask)
     def call(fun: Any, /, *step: Any, **options: Any) -> Any:
         of_tool = {name: options.pop(name) for name in own & options.keys()}
-        asked = Asked.read(ask.__name__, fun, step, **options)
-        use = functools.partial(_use, asked, functools.partial(ask, **of_tool), runs)
-        return use if asked.args is None else use(*asked.args)
+        request = Request.read(ask.__name__, fun, step, **options)
+        use = functools.partial(_use, request, functools.partial(ask, **of_tool), runs)
+        if request.args is None:
+            return use
+        return use(*request.args)
 
     made: Any = call
     # The tool takes a function or a state, and `ask` takes a `Call`: the signature of
@@ -96,24 +98,24 @@ def tool(ask: Callable[..., R], *, runs: bool = True) -> Tool[R]:
 
 
 def _use(
-    asked: "Asked", ask: Callable[..., R], runs: bool, /, *args: Any, **kwargs: Any
+    request: "Request", ask: Callable[..., R], runs: bool, /, *args: Any, **kwargs: Any
 ) -> R:
     """Uses a tool on a call of the user's function."""
-    check_not_deleted(asked.where, "args", (*args, kwargs))
+    check_not_deleted(request.where, "args", (*args, kwargs))
     if not runs:
-        return ask(Call(asked, args, kwargs))
+        return ask(Call(request, args, kwargs))
     kinds = jax.ShapeDtypeStruct | jax.core.Tracer
     if any(isinstance(x, kinds) for x in jax.tree.leaves((args, kwargs))):
         raise TypeError(
-            f"{asked.where}: expected arrays with values, outside of jax.jit: the "
+            f"{request.where}: expected arrays with values, outside of jax.jit: the "
             "program is run. flax_amp.explain takes shapes."
         )
-    with Console(stderr=True).status(f"{asked.where} ..."):
-        return ask(Call(asked, args, kwargs))
+    with Console(stderr=True).status(f"{request.where} ..."):
+        return ask(Call(request, args, kwargs))
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Request:
     """The function, the arguments and the options that a tool is asked about."""
 
     where: str  # the tool and the function, for messages
@@ -141,14 +143,16 @@ class Asked:
         amp_policy: PolicyEntries | None = None,
         recompute: bool = True,
         reduce_in_float32: bool = False,
-    ) -> "Asked":
+    ) -> "Request":
         """Checks the arguments of a tool."""
         loss_fn, *given = _loss_and_rest(caller, fun, step)
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         refuse_rewritten(f"{caller}: {name}", loss_fn)
-        check_not_deleted(caller, "state", fun if given else None)
-        of_step = _of_step(fun, loss_fn, *given) if given else {"fun": fun}
-        holder: Any = of_step.get("holder")
+        fields: dict[str, Any] = {"fun": fun}
+        if given:
+            check_not_deleted(caller, "state", fun)
+            fields = _loss_of_step(fun, loss_fn, *given)
+        holder = fields.get("holder")
         word = holder.precision if isinstance(holder, _HOLDERS) else "bf16-mixed"
         entries: Any = default_amp_policy if amp_policy is None else amp_policy
         options = precision, compute_dtype, matmul_dtype, entries
@@ -157,7 +161,7 @@ class Asked:
         return cls(
             f"{caller}: {name}",
             name,
-            **of_step,
+            **fields,
             dtype=dtype,
             entries=entries,
             recompute=recompute,
@@ -178,7 +182,7 @@ class Asked:
         if not 0 < np.max(given) < math.inf:
             raise ValueError(
                 f"{self.where}: scale is {given!r}; expected a positive factor of the "
-                "loss, or nothing for that of the state."
+                "loss, or nothing for the scale of the state."
             )
         return float(np.max(given))
 
@@ -203,29 +207,37 @@ def _loss_and_rest(caller: str, fun: Any, step: Sequence[Any]) -> Sequence[Any]:
     return found
 
 
-def _of_step(trained: Any, loss_fn: Loss, batch: Any, *args: Any) -> dict[str, Any]:
-    """Returns the loss of a step, and its arguments, as fields of `Asked`.
+def _loss_of_step(
+    trained: Any, loss_fn: Loss, batch: Any, *args: Any
+) -> dict[str, Any]:
+    """Returns the loss of a step, and its arguments, as fields of `Request`.
 
     The batch is the last argument, as in most functions, because a report names the
     examples of the last argument.
     """
     if isinstance(trained, AmpTrainState):
-        state, holder = trained, trained
-        graphdef: Any = state.graphdef
+        state: Any = trained
+        holder: Any = trained
+        graphdef = state.graphdef
         is_nnx = graphdef is not None
         # The loss of a step sees bfloat16 parameters that train in float32.
         first = params_of_loss(state.params, untrained(state))
-        wrt: Any = nnx.filterlib.PathIn(*flatten_dict(first)) if is_nnx else None
-        first = nnx.merge(graphdef, first, state.variables) if is_nnx else first
+        wrt: Any = None
+        if is_nnx:
+            wrt = nnx.filterlib.PathIn(*flatten_dict(first))
+            first = nnx.merge(graphdef, first, state.variables)
     else:
         first, holder = trained
-        state, wrt, is_nnx = None, getattr(holder, "wrt", nnx.Param), True
+        state = None
+        wrt = getattr(holder, "wrt", nnx.Param)
+        is_nnx = True
 
     # A report calls arrays by the names of these arguments.
     def call(params: Any, state: Any, args: Any, batch: Any) -> Any:
         if state is None:
             return loss_fn(params, batch, *args)
-        state = state if is_nnx else state.replace(params=params)
+        if not is_nnx:
+            state = state.replace(params=params)
         offered = {"state": state, "rngs": fold_in(state.rngs, state.step)}
         keywords = {name: offered[name] for name in declared_keywords(loss_fn)}
         return loss_fn(params, batch, *args, **keywords)
@@ -244,9 +256,11 @@ class Call(FunctionalCall):
     places: list[int]  # the places of the arrays among the inputs
     paths: list[str]  # the path of each array: `batch/image`, `params/Dense_0/kernel`
 
-    def __init__(self, asked: Asked, args: Any, kwargs: Any):
-        super().__init__(asked.fun, args, kwargs, open_scopes=True, caller=asked.where)
-        self.asked = asked
+    def __init__(self, request: Request, args: Any, kwargs: Any):
+        super().__init__(
+            request.fun, args, kwargs, open_scopes=True, caller=request.where
+        )
+        self.request = request
         self._numbers = range(len(self.inputs))  # stand in for the inputs
         self._is_array = [_tree.is_array_or_shape(x) for x in self.inputs]
         self.arrays = _tree.pick(self.inputs, self._is_array)
@@ -257,7 +271,8 @@ class Call(FunctionalCall):
         """Returns the loss, the updated variables, and all further arrays."""
         inputs = _tree.fill(arrays, self._is_array, self.inputs)
         out, updated = self.function(inputs)
-        loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+        has_aux = isinstance(out, tuple) and len(out) == 2
+        loss, aux = out if has_aux else (out, None)
         check_loss(loss, self._caller)
         # A loss of `make_train_step` returns the new variables of a Linen model in
         # `aux`.
@@ -269,7 +284,8 @@ class Call(FunctionalCall):
 
     def trace_loss(self) -> TracedCall:
         """Returns the loss as a function of the arrays, traced once for all runs."""
-        policy, dtype = Policy(self.asked.entries), self.asked.dtype
+        policy = Policy(self.request.entries)
+        dtype = self.request.dtype
         if dtype != jnp.float32:
             check_device(policy.fp8_recipes)
         of_arrays = FunctionalCall(self.loss, (self.arrays,), {})
@@ -312,13 +328,13 @@ class Call(FunctionalCall):
         """
 
         def params(state: nnx.State) -> Any:
-            return nnx.to_pure_dict(nnx.filter_state(state, self.asked.wrt))
+            return nnx.to_pure_dict(nnx.filter_state(state, self.request.wrt))
 
         args, _ = self.rebuild_arguments(self._numbers, params)
         first = set(jax.tree.leaves(args[:1]))
         pairs = zip(self.places, self.arrays, strict=True)
         found = [n in first and jnp.issubdtype(x.dtype, jnp.inexact) for n, x in pairs]
-        if isinstance(self.asked.holder, AmpTrainState):
+        if isinstance(self.request.holder, AmpTrainState):
             of_step = (not _tree.is_half(x) for x in self.arrays)
             found = [
                 is_float and trains

@@ -29,13 +29,15 @@ _TRAINING = """MODULE is a module, or the path of its file. It is imported: keep
 training under `if __name__ == "__main__":`. FUNCTION, by default setup, takes nothing
 and returns the arguments of flax_amp.debug.compare_training, by name:
   dict(make=make, loss_fn=loss_fn, batches=batches, has_aux=True)
-Options of the command line replace those of the function. The exit code is 1 if a
-precision is outside, and 2 for an error.
+Options of the command line replace the arguments of the function. The exit code is 1
+if a precision is outside, and 2 for an error.
 """
 _PRECISION = {
-    "precision": dict(choices=get_args(Precision), help="by default that of the state")
+    "precision": dict(
+        choices=get_args(Precision), help="by default the precision of the state"
+    )
 }
-_SCALE = dict(type=float, help="of the loss; by default that of the state")
+_SCALE = dict(type=float, help="of the loss; by default the scale of the state")
 _NUMERIC = _PRECISION | {"scale": _SCALE}
 _ONLY = {"only": dict(choices=ONLY, help="a part of the report")}
 
@@ -150,7 +152,8 @@ def _exit_code(target: str, ask: Callable[[], Any]) -> int:
 def _returned_by(target: str, default: str) -> Any:
     """Calls the function of a target, and returns its result."""
     module, _, name = target.partition(":")
-    module = os.path.relpath(module) if os.sep in module else module
+    if os.sep in module:
+        module = os.path.relpath(module)
     module = module.removesuffix(".py").replace(os.sep, ".")
     # `python -m` does the same, so that modules of the working directory are found.
     sys.path.insert(0, "")

@@ -40,7 +40,7 @@ _NOT_FINITE = (
 # A trial of a loss scale brings the largest gradient of a parameter to at most this
 # magnitude. float16 holds almost four times as much, which leaves room for larger
 # gradients inside of the program.
-_TARGET = 2.0**14
+_LARGEST_GRADIENT = 2.0**14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,9 @@ class Comparison(Report):
         if best is None:
             best = min(self.remedies, key=lambda run: run.gradient_error, default=None)
         limit = _HELPS * self.as_it_is.gradient_error
-        return best if best and best.gradient_error < limit else None
+        if best and best.gradient_error < limit:
+            return best
+        return None
 
     def _parts(self, only: str | None = None) -> Iterator[Block]:
         run = self.as_it_is
@@ -131,7 +133,9 @@ class Comparison(Report):
         yield from self._conclusion()
 
     def _conclusion(self) -> Iterator[str]:
-        run, best, threshold = self.as_it_is, self.best, self.threshold
+        run = self.as_it_is
+        best = self.best
+        threshold = self.threshold
         if run.gradient_error <= threshold:
             yield f"\nThe gradients are as exact as usual: below {threshold:.2g}."
         elif best is None:
@@ -139,10 +143,10 @@ class Comparison(Report):
             yield f"\nThe error is above {threshold:.2g}{tried}."
         else:
             yield f"\nThis was tried and helps: {best.name}."
-            is_all = best.gradient_error <= threshold and (best.keys or best.lines)
             change = f"{run.gradient_error:.2g} to {best.gradient_error:.2g}"
-            rest = "; nothing else matters" if is_all else ""
-            yield f"The error of the gradients falls from {change}{rest}."
+            if best.gradient_error <= threshold and (best.keys or best.lines):
+                change += "; nothing else matters"
+            yield f"The error of the gradients falls from {change}."
             if best.scale != run.scale:
                 yield f"  flax_amp.init_scaler(scaler={best.scale:.8g})"
             own = self.own_policy
@@ -151,8 +155,7 @@ class Comparison(Report):
 
 def _cost(run: Setting) -> tuple[float, int, float]:
     """Returns the cost of a remedy: matmuls that leave half precision, then keys."""
-    share = 0.0 if run.low_share is None else run.low_share
-    return -share, len(run.keys) + len(run.lines), run.gradient_error
+    return -(run.low_share or 0.0), len(run.keys) + len(run.lines), run.gradient_error
 
 
 def _row(part: Sensitivity) -> list[str]:
@@ -207,7 +210,7 @@ def compare_precision(
     """
     seen = f"compare_precision: {remedies=}"
     check_count(remedies, seen, "of modules to try in float32", least=0)
-    return _Comparing(call, call.asked.scale(scale)).comparison(remedies)
+    return _Comparing(call, call.request.scale(scale)).comparison(remedies)
 
 
 def _differences(found: Sequence[Array], exact: Sequence[Array]) -> Array:
@@ -232,25 +235,31 @@ def _relative(differences: Array) -> float:
     error, exact, _ = map(float, np.linalg.norm(differences, axis=0))
     if not error:
         return 0.0
-    return error / exact if exact else math.inf
+    if not exact:
+        return math.inf
+    return error / exact
 
 
 class _Comparing:
     """Compares a program with float32, and looks for more exact gradients."""
 
     def __init__(self, call: Call, scale: float):
-        self._asked, self._call, self._scale = call.asked, call, scale
+        self._request = call.request
+        self._call = call
+        self._scale = scale
         self._trials = Trials(call)
-        self._is_fp8 = bool(Policy(call.asked.entries).fp8_recipes)
-        self._enough = _USUAL * float(jnp.finfo(call.asked.dtype).eps)  # an error
-        self._reachable = self._enough  # the error to reach with a few parts in float32
+        self._is_fp8 = bool(Policy(call.request.entries).fp8_recipes)
+        self._enough = _USUAL * float(jnp.finfo(call.request.dtype).eps)  # an error
+        # The error to reach with a few parts in float32.
+        self._target_error = self._enough
         self._notes: list[str] = []
         self._sensitivities: list[Sensitivity] = []
         self._roundings: Roundings | None = None
 
     def comparison(self, most: int) -> Comparison:
         """Returns the comparison, with remedies of at most `most` modules."""
-        asked, exact = self._asked, self._trials.exact
+        request = self._request
+        exact = self._trials.exact
         first, loss, errors = self._try("as it is")
         groups = self._by_group(errors)
         remedies: list[Setting] = []
@@ -259,20 +268,22 @@ class _Comparing:
         elif most > 0 and first.gradient_error > self._enough:
             # The scale does not change the forward pass: if the loss is not finite, an
             # infinite `largest` skips the trial of another scale.
-            largest = errors[:, 2].max() if math.isfinite(loss) else math.inf
-            remedies += self._of_all(first.gradient_error, largest)
+            largest = errors[:, 2].max()
+            if not math.isfinite(loss):
+                largest = math.inf
+            remedies += self._global_remedies(first.gradient_error, largest)
             least = min(run.gradient_error for run in (first, *remedies))
             if least > self._enough:
-                remedies += self._of_parts(most, least)
+                remedies += self._part_remedies(most, least)
         return Comparison(
-            name=asked.name,
-            compute_dtype=asked.dtype.name + " and fp8" * self._is_fp8,
+            name=request.name,
+            compute_dtype=request.dtype.name + " and fp8" * self._is_fp8,
             loss=(float(exact.loss), loss),
             gradients=groups,
             threshold=self._enough,
             as_it_is=first,
             remedies=tuple(remedies),
-            own_policy=asked.has_own_policy,
+            own_policy=request.has_own_policy,
             sensitivities=tuple(self._sensitivities),
             notes=tuple(self._notes),
         )
@@ -310,8 +321,10 @@ class _Comparing:
         groups = defaultdict(list)
         paths = _tree.pick(self._call.paths, self._call.trained())
         for path, row in zip(paths, errors, strict=True):
-            parts = path.split("/")  # the parameters of a module are a group
-            groups["/".join(parts[:-1] if len(parts) > 2 else parts)].append(row)
+            names = path.split("/")
+            if len(names) > 2:  # the parameters of a module are a group
+                names = names[:-1]
+            groups["/".join(names)].append(row)
         found = []
         for path, rows in groups.items():
             largest = float(max(row[2] for row in rows)) * self._scale
@@ -320,23 +333,27 @@ class _Comparing:
 
     # --- remedies --------------------------------------------------------------------
 
-    def _of_all(self, error: float, largest: float) -> Iterator[Setting]:
+    def _global_remedies(self, error: float, largest: float) -> Iterator[Setting]:
         """Runs remedies for the whole program: without fp8, and another loss scale.
 
         A scale that helps stays for all later runs. `largest` is the largest magnitude
         of the gradients, infinite if the loss is not finite.
         """
-        asked, scale = self._asked, self._scale
+        request = self._request
+        scale = self._scale
         if self._is_fp8:
-            yield self._try("without fp8", entries=without_fp8(asked.entries))[0]
-        if asked.dtype == jnp.float16 and 0 < largest < math.inf:
-            self._scale = min(2.0 ** math.floor(math.log2(_TARGET / largest)), HIGHEST)
+            yield self._try("without fp8", entries=without_fp8(request.entries))[0]
+        if request.dtype == jnp.float16 and 0 < largest < math.inf:
+            exponent = math.floor(math.log2(_LARGEST_GRADIENT / largest))
+            self._scale = min(2.0**exponent, HIGHEST)
             if self._scale != scale:
                 run, *_ = self._try(f"loss scale {self._scale:.8g}")
                 yield run
-                self._scale = run.scale if run.gradient_error < error else scale
+                is_better = run.gradient_error < error
+                if not is_better:
+                    self._scale = scale
 
-    def _of_parts(self, most: int, error: float) -> Iterator[Setting]:
+    def _part_remedies(self, most: int, error: float) -> Iterator[Setting]:
         """Runs a few parts in float32 that are enough, if there are at most `most`."""
         parts = self._trials.parts()
         found = self._sensitive(parts, most, error)
@@ -344,7 +361,7 @@ class _Comparing:
             self._note_of_many(found, most)
             return
         run = self._in_float32(found) if found else None
-        if run is None or run.gradient_error > self._reachable:
+        if run is None or run.gradient_error > self._target_error:
             # Some roundings have no switch, for example the roundings in a kernel.
             found = self._searched(parts, most, error)
             if not found:
@@ -352,11 +369,11 @@ class _Comparing:
             run = self._in_float32(found)
         yield run
         # If only results of matmuls are too rough, the matmuls may stay in half.
-        if self._remains(found) > self._reachable:
+        if self._remains(found) > self._target_error:
             return
         name = f"{_named(found)} with float32 results"
         run, *_ = self._try(name, *found, value=use_float32_result)
-        if run.gradient_error <= self._reachable:
+        if run.gradient_error <= self._target_error:
             yield run
 
     def _sensitive(
@@ -369,15 +386,15 @@ class _Comparing:
         """
         try:
             self._roundings = roundings = Roundings(self._trials, parts, self._scale)
-            if not self._can_reach(roundings.error_without(parts), error):
+            if not self._set_target_error(roundings.error_without(parts), error):
                 return ()
-            worst = roundings.worst(self._reachable, most)
+            worst = roundings.worst(self._target_error, most)
             self._sensitivities = [_sensitivity(roundings, part) for part in worst]
         except Exception as cause:  # an equation without a rule may raise any error
-            told = str(cause).partition("\n")[0]
+            first_line = str(cause).partition("\n")[0]
             self._notes.append(
                 "the error that each module makes is not known: "
-                f"{type(cause).__name__}: {told}"
+                f"{type(cause).__name__}: {first_line}"
             )
             return ()
         return worst
@@ -391,32 +408,35 @@ class _Comparing:
 
     def _searched(self, parts: list[Part], most: int, error: float) -> Sequence[Part]:
         """Returns parts that are enough in float32, found by runs of programs."""
-        of_parts = self._in_float32(parts).gradient_error if parts else math.inf
-        if not self._can_reach(of_parts, error):
-            told = "nothing less than the whole program in float32 is enough"
-            self._notes.append(told)
+        with_all_parts = math.inf
+        if parts:
+            with_all_parts = self._in_float32(parts).gradient_error
+        if not self._set_target_error(with_all_parts, error):
+            self._notes.append(
+                "nothing less than the whole program in float32 is enough"
+            )
             return ()
         found = fewest(
-            parts, lambda x: self._in_float32(x).gradient_error <= self._reachable
+            parts, lambda x: self._in_float32(x).gradient_error <= self._target_error
         )
         if len(found) > most:
             self._note_of_many(found, most)
             return ()
         return found
 
-    def _can_reach(self, of_parts: float, error: float) -> bool:
+    def _set_target_error(self, with_all_parts: float, error: float) -> bool:
         """Sets the error to reach, and returns whether a few parts may reach it.
 
-        The error with all parts in float32 is `of_parts`: no choice of parts does
+        The error with all parts in float32 is `with_all_parts`: no choice of parts does
         better. If even that is too much, another fault is beside them. A search for the
         few parts that reach twice that error is then worth its runs only if it halves
         the error.
         """
-        if of_parts <= self._enough:
-            self._reachable = self._enough
+        if with_all_parts <= self._enough:
+            self._target_error = self._enough
             return True
-        self._reachable = 2 * of_parts
-        return self._reachable < error / 2
+        self._target_error = 2 * with_all_parts
+        return self._target_error < error / 2
 
     def _in_float32(self, parts: Sequence[Part]) -> Setting:
         return self._try(f"{_named(parts)} in float32", *parts)[0]
@@ -428,8 +448,9 @@ class _Comparing:
 
 
 def _named(parts: Sequence[Part]) -> str:
-    first = parts[0].line or parts[0].path
-    return first if len(parts) == 1 else f"all {len(parts)}"
+    if len(parts) > 1:
+        return f"all {len(parts)}"
+    return parts[0].line or parts[0].path
 
 
 def _sensitivity(roundings: Roundings, part: Part) -> Sensitivity:

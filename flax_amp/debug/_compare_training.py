@@ -86,13 +86,15 @@ class TrainingComparison(Report):
             yield Text(f"\n{' '.join(self._sentences(precision))}")
 
     def _cells(self, trained: TrainedPrecision) -> list[str]:
-        first, gap = self.reference, trained.gap
+        first = self.reference
+        gap = trained.gap
+        of_gap = ["", "", ""]
+        if gap is not None:
+            of_gap = [f"{gap.mean:+.2g}", f"{gap.limit:.2g}", _verdict(gap)]
         return [
             trained.name,
             f"{trained.end:.4g}",
-            "" if gap is None else f"{gap.mean:+.2g}",
-            "" if gap is None else f"{gap.limit:.2g}",
-            "" if gap is None else _verdict(gap),
+            *of_gap,
             _ratio(trained.step_ms, first.step_ms),
             _ratio(trained.temp_mb, first.temp_mb),
         ]
@@ -131,10 +133,9 @@ class TrainingComparison(Report):
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            told = (
+            raise ImportError(
                 "plot needs matplotlib. In a clone of flax_amp: pip install '.[plot]'"
-            )
-            raise ImportError(told) from error
+            ) from error
         figure = Figure(figsize=(10, 4), layout="constrained")
         curves, gaps = figure.subplots(1, 2, width_ratios=[3, 2])
         self._draw_curves(curves)
@@ -147,7 +148,11 @@ class TrainingComparison(Report):
         for index, trained in enumerate((self.reference, *self.precisions)):
             # The lines of the reference are broad, because the lines of a precision
             # that is inside cover them.
-            color, width = (f"C{index - 1}", 1.2) if index else ("#afb8c1", 4.0)
+            color = f"C{index - 1}"
+            width = 1.2
+            if trained is self.reference:
+                color = "#afb8c1"
+                width = 4.0
             for seed, curve in enumerate(trained.curves):
                 label = trained.name if seed == 0 else None
                 options: Any = dict(color=color, lw=width, alpha=0.8, label=label)
@@ -162,7 +167,8 @@ class TrainingComparison(Report):
         axes.legend(fontsize=8, frameon=False)
 
     def _draw_gaps(self, axes: Any) -> None:
-        reference, names = self.reference.name, [x.name for x in self.precisions]
+        reference = self.reference.name
+        names = [x.name for x in self.precisions]
         for row, trained in enumerate(self.precisions):
             gap = trained.gap
             assert gap is not None
@@ -188,15 +194,18 @@ def _verdict(gap: Gap) -> str:
 
 def _each(values: Sequence[float]) -> str:
     """Returns a single number if the numbers of all seeds are equal, else all."""
-    different = values if len(set(values)) > 1 else values[:1]
-    return ", ".join(f"{x:.8g}" for x in different)
+    if len(set(values)) == 1:
+        values = values[:1]
+    return ", ".join(f"{x:.8g}" for x in values)
 
 
 def _ratio(value: float | None, base: float | None) -> str:
     """Returns a figure with its ratio to the figure of the reference."""
     if value is None:
         return "-"
-    return f"{value:.3g} x{value / base:.2f}" if base else f"{value:.3g}"
+    if not base:
+        return f"{value:.3g}"
+    return f"{value:.3g} x{value / base:.2f}"
 
 
 def compare_training(
@@ -297,7 +306,9 @@ def compare_training(
         check_type(function, Callable, f"{where}: {name}", "a function.")
     check_type(evaluate, Callable | None, f"{where}: evaluate", "a function.")
     if "precision" in options:
-        raise TypeError(f"{where}: got precision=; expected precisions=, all of them.")
+        raise TypeError(
+            f"{where}: got precision=; expected precisions=, all precisions."
+        )
     seeds = check_count(seeds, f"{where}: {seeds=}", "of seeds", least=2)
     steps = check_count(steps, f"{where}: {steps=}", "of steps")
     if not tolerance >= 0:
@@ -319,19 +330,7 @@ def compare_training(
         trainers = [
             Trainer(plan, name, options | x, store) for name, x in named.items()
         ]
-        runs: list[list[Run]] = [[] for _ in trainers]
-        for seed in range(seeds):
-            # Nothing is made for a seed whose runs are stored.
-            shared = functools.cache(functools.partial(_make, make, seed))
-            measuring = Reference(trainers[0], _maker(trainers[0], seed) or shared)
-            for index, trainer in enumerate(trainers):
-                own = _maker(trainer, seed)
-                run = trainer.run(seed, own or shared, measuring)
-                runs[index].append(run)
-                check_equal(run, runs[0][seed], seed, starts=own is None)
-                if index == 0:
-                    _check_finite(trainer.name, seed, run)
-                    _check_differs(seed, run, runs[0][:-1])
+        runs = _train_all(trainers, make, seeds)
     first, *others = (
         _trained(trainer.name, found)
         for trainer, found in zip(trainers, runs, strict=True)
@@ -377,12 +376,15 @@ def _named(
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(
             f"compare_training: {', '.join(twice)} is compared with itself or twice; "
-            "expected different names, also from that of the reference."
+            "expected different names, also from the name of the reference."
         )
-    return {
-        name: {"precision": variant} if isinstance(variant, str) else dict(variant)
-        for name, variant in pairs
-    }
+    return {name: _options_of(variant) for name, variant in pairs}
+
+
+def _options_of(variant: Variant) -> dict[str, Any]:
+    if isinstance(variant, str):
+        return {"precision": variant}
+    return dict(variant)
 
 
 @contextlib.contextmanager
@@ -403,6 +405,26 @@ def _progress(total: int) -> Iterator[Callable[[str, int], None]]:
             progress.update(task, advance=steps, description=name)
 
         yield tick
+
+
+def _train_all(
+    trainers: Sequence[Trainer], make: Callable[[int], Made], seeds: int
+) -> list[list[Run]]:
+    """Returns the runs of each trainer, a run for each seed; the reference is first."""
+    runs: list[list[Run]] = [[] for _ in trainers]
+    for seed in range(seeds):
+        # Nothing is made for a seed whose runs are stored.
+        shared = functools.cache(functools.partial(_make, make, seed))
+        measuring = Reference(trainers[0], _maker(trainers[0], seed) or shared)
+        for index, trainer in enumerate(trainers):
+            own = _maker(trainer, seed)
+            run = trainer.run(seed, own or shared, measuring)
+            runs[index].append(run)
+            check_equal(run, runs[0][seed], seed, starts=own is None)
+            if index == 0:
+                _check_finite(trainer.name, seed, run)
+                _check_differs(seed, run, runs[0][:-1])
+    return runs
 
 
 def _make(make: Callable[[int], Any], seed: int) -> Any:

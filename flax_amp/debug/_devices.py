@@ -105,9 +105,14 @@ class Devices:
     @_alone()
     def run(self, item: Eqn | Jaxpr, stacks: Arrays) -> Arrays:
         """Runs an equation, or a body with all its equations."""
-        is_eqn = hasattr(item, "primitive")
-        jaxpr = item if is_eqn else open_jaxpr(item)[0]
-        run = functools.partial(bind_in_context if is_eqn else evaluate, item)
+        if hasattr(item, "primitive"):
+            jaxpr = item
+            item_key = _cache_key(item)
+            run = functools.partial(bind_in_context, item)
+        else:
+            jaxpr, _ = open_jaxpr(item)
+            item_key = id(item)
+            run = functools.partial(evaluate, item)
         given = tuple(map(self._spec, jaxpr.invars))
         made = tuple(map(self._spec, jaxpr.outvars))
         check_vma = self.call.params["check_vma"]
@@ -120,22 +125,21 @@ class Devices:
             # tell along which axes all devices have the same array. The types are not
             # always right: the result of a `cond` may lack an axis along which its
             # index varies. So a stack keeps the array of every device.
-            typed = self._retyped(stacks, [self._every] * len(given), given)
+            typed = self._retyped(stacks, [self._stack_spec] * len(given), given)
             outs = self._map(on_device, given, made, check_vma)(*typed)
-            return self._retyped(outs, made, [self._every] * len(made))
+            return self._retyped(outs, made, [self._stack_spec] * len(made))
 
-        kind = _kind(item) if is_eqn else id(item)
-        return self._run((kind, given, made), on_devices, stacks)
+        return self._run((item_key, given, made), on_devices, stacks)
 
     @property
-    def _every(self) -> P:
+    def _stack_spec(self) -> P:
         """The spec of a stack."""
         return P(tuple(self.sizes))
 
     def _spec(self, atom: Atom) -> P:
         """Returns the spec of a variable: the axes along which arrays may differ."""
         if not self.call.params["check_vma"]:
-            return self._every
+            return self._stack_spec
         varying = varying_axes(atom.aval)
         return P(tuple(name for name in self.sizes if name in varying))
 
@@ -157,7 +161,7 @@ class Devices:
             run,
             mesh=self.call.params["mesh"],
             in_specs=tuple(in_specs),
-            out_specs=self._every if out_specs is None else tuple(out_specs),
+            out_specs=self._stack_spec if out_specs is None else tuple(out_specs),
             check_vma=check_vma,
             axis_names=set(self.sizes),
         )
@@ -222,7 +226,7 @@ def _stacked(*arrays: Array) -> tuple[Array, ...]:
     return tuple(lax.expand_dims(x, [0]) for x in arrays)
 
 
-def _kind(eqn: Eqn) -> Hashable:
+def _cache_key(eqn: Eqn) -> Hashable:
     """Returns a key that is equal for equations with the same computation."""
     try:
         return eqn.primitive, frozenset(eqn.params.items()), eqn.ctx
@@ -236,20 +240,25 @@ def _batch_of(call: Eqn, operands: Arrays, examples: Examples) -> _Batch | None:
     Returns `None` if the operands do not tell, or if a collective mixes the examples.
     """
     body, _ = open_jaxpr(call.params["jaxpr"])
-    splits, sizes, others = set(), set(), set()
+    splits = set()
+    sizes = set()
+    others = set()
     for spec, x, v in zip(call.params["in_specs"], operands, body.invars, strict=True):
         is_batch = bool(examples(np.broadcast_to(True, x.shape)))
         if is_batch:
             names = next(iter(spec), None) or ()
-            splits.add(names if isinstance(names, tuple) else (names,))
+            if not isinstance(names, tuple):
+                names = (names,)
+            splits.add(names)
             sizes.add(v.aval.shape[0])
         else:
             others.add(v.aval.shape)
     if len(splits) != 1:
         return None
     (axes,) = splits
-    is_mixed = any(_mixes(visit.eqn, axes, sizes) for visit in walk(body))
-    return None if is_mixed else _Batch(axes, others, examples)
+    if any(_mixes(visit.eqn, axes, sizes) for visit in walk(body)):
+        return None
+    return _Batch(axes, others, examples)
 
 
 def _mixes(eqn: Eqn, axes: Sequence[str], sizes: Collection[int]) -> bool:

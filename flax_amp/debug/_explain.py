@@ -44,7 +44,7 @@ from flax_amp.debug._report import (
     short,
     table,
 )
-from flax_amp.debug._rounded import Finding
+from flax_amp.debug._rounded import Remark
 from flax_amp.policy import KeyKind, Policy
 
 ONLY = ("problems", "equations", "parameters")
@@ -133,14 +133,15 @@ class Explanation(Report):
             return
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_row(Text(self.name), f"in {self.compute_dtype}", style="bold")
-        for label, text in _totals(self):
+        for label, text in _summary(self):
             grid.add_row(label, Text(text))
         yield grid
-        count = len(self.problems)
-        headline = plural(count, "problem") if count else "No problems found."
-        yield Text(f"\n{headline}", "bold red" if count else "green")
+        if self.problems:
+            yield Text(f"\n{plural(len(self.problems), 'problem')}", "bold red")
+        else:
+            yield Text("\nNo problems found.", "green")
         for problem in self.problems:
-            yield from _told(problem, self.flops)
+            yield from _problem_text(problem, self.flops)
         if only is None:
             yield ""
             yield _tree(self)
@@ -196,31 +197,32 @@ def explain(
       >>> matmul.reason, matmul.result, found.low_share
       ('primitive dot_general', 'half precision', 1.0)
     """
-    asked = call.asked
+    request = call.request
     with warnings.catch_warnings(record=True) as caught:
         # Warnings of the user's code appear in a run. Here, only warnings about the
         # policy are kept.
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", PolicyWarning)
-        traced = trace_call(call, Policy(asked.entries), asked.dtype)
+        traced = trace_call(call, Policy(request.entries), request.dtype)
     messages = [str(warning.message).removeprefix("amp_policy: ") for warning in caught]
 
     recorder = Recorder(traced.choose)
     emit = functools.partial(
         traced.emit,
-        recompute=asked.recompute,
+        recompute=request.recompute,
         record=recorder,
-        reduce_in_float32=asked.reduce_in_float32,
+        reduce_in_float32=request.reduce_in_float32,
     )
     closed = jax.make_jaxpr(emit)(call.arrays)
     # The rows are copied before the gradient is traced, because the gradient emits the
     # rules of custom derivatives again, which adds rows to the recorder.
-    rows, visits = tuple(recorder.rows), tuple(recorder.visits)
-    graph = Graph(visits) if asked.dtype != jnp.float32 else None
-    findings = list(_findings(visits, graph, call, asked.dtype))
-    problems = sorted(_problems(findings), key=lambda x: (-x.flops, -x.times))
-    notes = [x.message for x in findings if x.kind == _NOTE]
-    notes, stored = list(dict.fromkeys(notes)), None
+    rows = tuple(recorder.rows)
+    visits = tuple(recorder.visits)
+    graph = Graph(visits) if request.dtype != jnp.float32 else None
+    remarks = list(_remarks(visits, graph, call, request.dtype))
+    problems = sorted(_problems(remarks), key=lambda x: (-x.flops, -x.times))
+    notes = list(dict.fromkeys(x.message for x in remarks if x.kind == _NOTE))
+    stored = None
     if backward:
         try:
             stored = stored_bytes(closed, call.arrays, call.trained())
@@ -228,8 +230,8 @@ def explain(
             text = f"{_NOT_STORED}: {type(error).__name__}: {error}"
             notes.append(text.partition("\n")[0].rstrip(":. "))
     return Explanation(
-        name=asked.name,
-        compute_dtype=asked.dtype.name,
+        name=request.name,
+        compute_dtype=request.dtype.name,
         equations=rows,
         problems=(*(Problem("policy", x) for x in messages), *problems),
         stored=stored,
@@ -242,17 +244,16 @@ def explain(
 # --- text ----------------------------------------------------------------------------
 
 
-def _totals(found: Explanation) -> Iterator[tuple[str, str]]:
+def _summary(found: Explanation) -> Iterator[tuple[str, str]]:
     """Yields the figures of the whole function as words, each with a label."""
-    share = f"forward, {percent(found.low_share)} in half precision"
-    yield "matmuls", f"{amount(found.flops, 'FLOP')} {share}" if found.flops else "none"
     matmuls = [row for row in found.equations if row.flops]
-    in_fp8 = sum(row.flops for row in matmuls if row.is_in_fp8)
-    others = Counter(row.reason for row in matmuls if not row.is_in_fp8)
+    if matmuls:
+        share = f"forward, {percent(found.low_share)} in half precision"
+        yield "matmuls", f"{amount(found.flops, 'FLOP')} {share}"
+    else:
+        yield "matmuls", "none"
     if any(row.is_in_fp8 is not None for row in matmuls):
-        why = [f"{x.removeprefix(_NOT_IN_FP8)} ({n})" for x, n in others.most_common()]
-        share = f"{in_fp8 / found.flops:.0%} of them"
-        yield "in fp8", f"{share}, not: {'; '.join(why)}" if why else share
+        yield "in fp8", _fp8_text(matmuls)
     if found.loss_reads:
         rounded = first_of(found.loss_reads, 2, "; ")
         yield "the loss", f"reads {short(found.compute_dtype)}: {rounded}"
@@ -261,16 +262,32 @@ def _totals(found: Explanation) -> Iterator[tuple[str, str]]:
         text = " + ".join(sizes) or "nothing"
         yield "stored", f"{text}, for the gradient of the first argument"
     if found.parameters:
-        halves = [x for x in found.parameters if x.is_half]
-        saved = sum(x.nbytes for x in halves) / 2
-        total = sum(x.nbytes for x in found.parameters)
-        count = f"{len(halves)} of {len(found.parameters)}"
-        how = f"of their bytes if {count} are stored in {short(found.compute_dtype)}"
-        text = f"{percent(1 - saved / max(total, 1))} {how} (flax_amp.half_params)"
-        yield "parameters", text
+        half = short(found.compute_dtype)
+        yield "parameters", _parameters_text(found.parameters, half)
 
 
-def _told(problem: Problem, flops: int) -> Iterator[Padding]:
+def _fp8_text(matmuls: Sequence[Equation]) -> str:
+    """Returns the share of matmuls in fp8, and why further matmuls are not in fp8."""
+    in_fp8 = sum(row.flops for row in matmuls if row.is_in_fp8)
+    share = f"{in_fp8 / sum(row.flops for row in matmuls):.0%} of them"
+    others = Counter(row.reason for row in matmuls if not row.is_in_fp8)
+    if not others:
+        return share
+    why = [f"{x.removeprefix(_NOT_IN_FP8)} ({n})" for x, n in others.most_common()]
+    return f"{share}, not: {'; '.join(why)}"
+
+
+def _parameters_text(parameters: Sequence[Parameter], half: str) -> str:
+    """Returns the share of bytes that parameters take if they are stored in half."""
+    halves = [x for x in parameters if x.is_half]
+    saved = sum(x.nbytes for x in halves) / 2
+    total = sum(x.nbytes for x in parameters)
+    count = f"{len(halves)} of {len(parameters)}"
+    how = f"of their bytes if {count} are stored in {half}"
+    return f"{percent(1 - saved / max(total, 1))} {how} (flax_amp.half_params)"
+
+
+def _problem_text(problem: Problem, flops: int) -> Iterator[Padding]:
     """Yields the text of a problem: its message, how often, share of FLOPs, place."""
     times = f" x{problem.times}" if problem.times else ""
     share = f", {problem.flops / flops:.0%} of FLOPs" if problem.flops else ""
@@ -303,9 +320,10 @@ def _parameters(parameters: Sequence[Parameter], half: str) -> Table:
         rows[key].append(x)
     cells = []
     for same in rows.values():
-        first, count = same[0], len(same)
-        path = first.path if count == 1 else _without_numbers(first.path)
-        path += f"  x{count}" if count > 1 else ""
+        first = same[0]
+        path = first.path
+        if len(same) > 1:
+            path = f"{_without_numbers(path)}  x{len(same)}"
         dtype = half if first.is_half else "f32"
         nbytes = amount(sum(x.nbytes for x in same), "B")
         cells.append([dtype, nbytes, path, first.reason])
@@ -319,11 +337,7 @@ def _tree(found: Explanation) -> Table:
     dtypes. A module comes before the modules in it.
     """
     rows = [(tuple(filter(None, row.path.split("/"))), row) for row in found.equations]
-    # The dtypes of a module's matmuls, and of its equations that stay float32.
-    dtypes: dict[tuple[str, ...], set[str]] = defaultdict(set)
-    for names, row in rows:
-        for size in range(len(names) + 1) if row.flops or row.stays_by_rule else ():
-            dtypes[names[:size]].add(row.computes_in)
+    dtypes = _dtypes_of_modules(rows)
     modules: dict[tuple[Any, ...], list[Equation]] = defaultdict(list, {(): []})
     for names, row in rows:
         path = tuple(
@@ -340,15 +354,31 @@ def _tree(found: Explanation) -> Table:
     return table(["module", "FLOP", "in half", "stays in float32"], cells, (3,))
 
 
+def _dtypes_of_modules(
+    rows: Sequence[tuple[tuple[str, ...], Equation]],
+) -> dict[tuple[str, ...], set[str]]:
+    """Returns the dtypes of each module's matmuls and equations that stay float32."""
+    dtypes: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for names, row in rows:
+        if row.flops or row.stays_by_rule:
+            for size in range(len(names) + 1):
+                dtypes[names[:size]].add(row.computes_in)
+    return dtypes
+
+
 def _cells(
     found: Explanation, path: tuple[Any, ...], rows: Sequence[Equation]
 ) -> list[str]:
     stays = Counter(row.primitive for row in rows if row.stays_by_rule)
     copies = {tuple(row.path.split("/")[: len(path)]) for row in rows}
-    names = {copy[-1] for copy in copies} if path else {found.name}
-    name = names.pop() if len(names) == 1 else path[-1][0]
+    name = found.name
+    if path:
+        names = {copy[-1] for copy in copies}
+        name = names.pop() if len(names) == 1 else path[-1][0]
+    if len(copies) > 1:
+        name += f"  x{len(copies)}"
     return [
-        "  " * len(path) + name + (f"  x{len(copies)}" if len(copies) > 1 else ""),
+        "  " * len(path) + name,
         amount(sum(row.flops for row in rows), ""),
         percent(low_share(rows)),
         " ".join(name for name, _ in stays.most_common(5)),
@@ -363,34 +393,37 @@ def _without_numbers(path: str) -> str:
     return re.sub(r"\d+", "*", path)
 
 
-def _problems(findings: Sequence[Finding]) -> Iterator[Problem]:
+def _problems(remarks: Sequence[Remark]) -> Iterator[Problem]:
     """Yields the problems that a person has to act on.
 
     Findings with the same message are a single problem: twelve layers whose matmuls ask
     for `precision=HIGHEST` make a single line of the report, not twelve.
     """
     found: dict[tuple[str, str], list[Equation]] = defaultdict(list)
-    for kind, message, row in findings:
-        rows = found[kind, message] if kind != _NOTE else [row]
+    for kind, message, row in remarks:
+        if kind == _NOTE:
+            continue
+        rows = found[kind, message]
         if not any(row is x for x in rows):
             rows.append(row)
     for (kind, message), rows in found.items():
         paths = dict.fromkeys(row.path for row in rows)
         if len(paths) > 3:
             paths = dict.fromkeys(map(_without_numbers, paths))
-        times, flops = sum(row.times for row in rows), sum(row.flops for row in rows)
+        times = sum(row.times for row in rows)
+        flops = sum(row.flops for row in rows)
         yield Problem(kind, message, tuple(paths), rows[0].source, times, flops)
 
 
-def _findings(
+def _remarks(
     visits: Sequence[Visit], graph: Graph | None, call: Call, half: DType
-) -> Iterator[Finding]:
-    """Yields the findings about equations, and about the readers of their results."""
+) -> Iterator[Remark]:
+    """Yields the remarks about equations, and about the readers of their results."""
     if graph is None:
         return
     for visit in visits:
         for kind, message in _of_matmul(visit, half.name):
-            yield Finding(kind, message, visit.row)
+            yield Remark(kind, message, visit.row)
     yield from _rounded.ranks(graph)
     try:
         are_data = [not is_trained for is_trained in call.trained()]
@@ -401,7 +434,8 @@ def _findings(
 
 def _of_matmul(visit: Visit, half: str) -> Iterator[tuple[str, str]]:
     """Yields the kind and the message of each problem of a matmul."""
-    row, multiplies = visit.row, is_matmul(visit.eqn)
+    row = visit.row
+    multiplies = is_matmul(visit.eqn)
     floats = list(dict.fromkeys(float_factors(row.before.operands)))
     names = " and ".join(map(short, floats))
     if multiplies and row.is_low and is_derivative(visit.eqn):
@@ -418,7 +452,8 @@ def _of_matmul(visit: Visit, half: str) -> Iterator[tuple[str, str]]:
 
 def _why(visit: Visit, half: str) -> str:
     """Says why a matmul stays in float32, unless the user or JAX has chosen that."""
-    row, decision = visit.row, visit.why.decision
+    row = visit.row
+    decision = visit.why.decision
     if asked := asked_precision(visit.eqn):
         if _source.is_numerics_of_jax(visit.eqn):
             return ""
@@ -431,4 +466,6 @@ def _why(visit: Visit, half: str) -> str:
     if visit.whole is not None:
         name = _jaxprs.hi_name(visit.whole) or visit.whole.primitive.name
         return f"it stands inside of {name}, which runs as a whole."
-    return f"no key of the policy names {row.primitive}." if is_default else row.reason
+    if is_default:
+        return f"no key of the policy names {row.primitive}."
+    return row.reason

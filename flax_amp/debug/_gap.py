@@ -17,7 +17,8 @@ POWER = 0.9  # the probability with which a gap of the size `detectable` is foun
 # The confidence of two t tests, each of which asks for gaps above 0 only: a test of the
 # paired gaps, and a test against float32's own spread. Together the tests call less
 # than 2 % of the precisions that change nothing outside.
-_PAIRED, _APART = 0.985, 0.995
+_PAIRED = 0.985
+_SPREAD = 0.995
 # Losses that differ by less have been added up in another order: 8 times the spacing of
 # float32 numbers, relative.
 _ROUNDOFF = 2.0**-20
@@ -88,19 +89,21 @@ def judge(
     gains = [x - y for x, y in zip(untrained, reference, strict=True)]
     least = max(tolerance, _ROUNDOFF * max(map(abs, reference)))
     margin = max(spread, least)
-    smaller = margin
+    paired_margin = margin
     if all(map(math.isfinite, gains)):
-        smaller = max(min(spread, statistics.stdev(gains)), least)
+        paired_margin = max(min(spread, statistics.stdev(gains)), least)
     gaps = tuple(x - y for x, y in zip(ends, reference, strict=True))
     if not all(map(math.isfinite, gaps)):
-        return Gap(gaps, math.inf, smaller, smaller, math.inf, False)
-    mean, freedom = statistics.fmean(gaps), len(gaps) - 1
+        return Gap(gaps, math.inf, paired_margin, paired_margin, math.inf, False)
+    mean = statistics.fmean(gaps)
+    freedom = len(gaps) - 1
     noise = statistics.stdev(gaps) / math.sqrt(len(gaps))
     tests = (
-        (smaller, noise, _PAIRED),
-        (margin, math.sqrt(2 / len(gaps)) * spread, _APART),
+        (paired_margin, noise, _PAIRED),
+        (margin, math.sqrt(2 / len(gaps)) * spread, _SPREAD),
     )
-    limits, detectable = [], []
+    limits = []
+    detectable = []
     for size, error, confidence in tests:
         critical = _critical(confidence, freedom)
         limits.append(max(size, critical * error))
@@ -108,7 +111,7 @@ def judge(
         error_of_mean = max(error, noise)
         detectable.append(_detectable(size, critical * error, error_of_mean, freedom))
     limit = min(limits)
-    return Gap(gaps, mean, smaller, limit, min(detectable), mean <= limit)
+    return Gap(gaps, mean, paired_margin, limit, min(detectable), mean <= limit)
 
 
 @functools.cache

@@ -32,7 +32,8 @@ Place = tuple[Any, ...]
 
 # Calls within calls may make millions of equations. Beyond this number of steps, or of
 # equations around, an equation with bodies is a single step.
-_MOST_STEPS, _DEEPEST = 200_000, 60
+_MOST_STEPS = 200_000
+_DEEPEST = 60
 _CALLS = CALLS | {"shard_map"}
 
 
@@ -87,7 +88,7 @@ class Graph:
         self.maker: dict[Value, Step] = {}
         # For a value, the values with the same numbers that the value comes from, such
         # as the operand of a call for the input of its body.
-        self.is_also: dict[Value, list[Value]] = defaultdict(list)
+        self.same_as: dict[Value, list[Value]] = defaultdict(list)
         # For a condition or an index, the results of the loop or of the branches.
         self._decides: dict[Value, list[Value]] = defaultdict(list)
         self._visits: dict[tuple[int, ...], list[Visit]] = defaultdict(list)
@@ -121,7 +122,7 @@ class Graph:
             if value in seen:
                 continue
             seen.add(value)
-            left += self.is_also.get(value, ())
+            left += self.same_as.get(value, ())
             step = self.maker.get(value)
             if step is not None:
                 yield step
@@ -129,10 +130,12 @@ class Graph:
 
     def sources(self, value: Value) -> list[Value]:
         """Returns the origins of a value: results of steps, inputs and constants."""
-        found, seen, left = [], {value}, [value]
+        found = []
+        seen = {value}
+        left = [value]
         while left:
             value = left.pop()
-            also = self.is_also.get(value, ())
+            also = self.same_as.get(value, ())
             if not also:
                 found.append(value)
             new = [x for x in also if x not in seen]
@@ -153,7 +156,9 @@ class Graph:
 
     def readers(self, value: Value) -> list[Step]:
         """Returns the steps that read a value under any of its names."""
-        found, seen, left = [], {value}, [value]
+        found = []
+        seen = {value}
+        left = [value]
         while left:
             value = left.pop()
             found += self._readers[value]
@@ -165,7 +170,7 @@ class Graph:
     @functools.cached_property
     def _aliases(self) -> dict[Value, list[Value]]:
         found: dict[Value, list[Value]] = defaultdict(list)
-        for value, also in self.is_also.items():
+        for value, also in self.same_as.items():
             for source in also:
                 found[source].append(value)
         return found
@@ -216,7 +221,9 @@ class Graph:
         """
         if len(self.steps) > _MOST_STEPS or len(around) > _DEEPEST:
             return False
-        name, params, operands = eqn.primitive.name, eqn.params, list(eqn.invars)
+        name = eqn.primitive.name
+        params = eqn.params
+        operands = list(eqn.invars)
         around = (*around, id(eqn))
         outs: list[Atom] = list(eqn.outvars)
 
@@ -229,26 +236,28 @@ class Graph:
         if name == "scan":
             start, count = _compat.scan_counts(eqn)
             inputs, results = enter(params["jaxpr"], operands)
-            self._again(inputs[start : start + count], results, places[0])
-            self._same(outs, place, results, places[0])
+            self._carry_over(inputs[start : start + count], results, places[0])
+            self._record_same(outs, place, results, places[0])
         elif name == "while":
-            first, second = params["cond_nconsts"], params["body_nconsts"]
-            carries = operands[first + second :]
-            inputs, results = enter(params["body_jaxpr"], operands[first:])
-            self._again(inputs[second:], results, places[0])
-            self._same(outs, place, results, places[0])
-            self._same(outs, place, carries, place)  # a loop may run no iteration
-            asked, (is_next,) = enter(
-                params["cond_jaxpr"], [*operands[:first], *carries]
+            of_cond = params["cond_nconsts"]
+            of_body = params["body_nconsts"]
+            carries = operands[of_cond + of_body :]
+            inputs, results = enter(params["body_jaxpr"], operands[of_cond:])
+            self._carry_over(inputs[of_body:], results, places[0])
+            self._record_same(outs, place, results, places[0])
+            # A loop may run no iteration.
+            self._record_same(outs, place, carries, place)
+            tested, (is_next,) = enter(
+                params["cond_jaxpr"], [*operands[:of_cond], *carries]
             )
-            for v, value in zip(asked[first:], results, strict=True):
-                self._same([v], places[1], [value], places[0])
+            for v, value in zip(tested[of_cond:], results, strict=True):
+                self._record_same([v], places[1], [value], places[0])
             self._decide([is_next], places[1], outs, place)
         elif name == "cond":
             index, *rest = operands
             for branch in params["branches"]:
                 _, results = enter(branch, rest)
-                self._same(outs, place, results, places[-1])
+                self._record_same(outs, place, results, places[-1])
             self._decide([index], place, outs, place)
         elif name in _CALLS and bodies(eqn):
             (body,) = bodies(eqn)
@@ -259,7 +268,7 @@ class Graph:
             if offset < 0 or len(jaxpr.outvars) != len(outs):
                 return False
             _, results = enter(body, operands[offset:])
-            self._same(outs, place, results, places[0])
+            self._record_same(outs, place, results, places[0])
         else:
             return False
         return True
@@ -274,7 +283,7 @@ class Graph:
     ) -> tuple[Sequence[Var], Sequence[Atom]]:
         """Adds a body, planned or as written; returns its inputs and results."""
         jaxpr, consts = open_jaxpr(body)
-        self._same(jaxpr.invars, place, operands, outer)
+        self._record_same(jaxpr.invars, place, operands, outer)
 
         def is_of_body(visit: Visit) -> bool:
             invars = visit.why.plan.flow.program.invars
@@ -292,19 +301,19 @@ class Graph:
             self._add(eqn, place, around, None)
         return jaxpr.invars, jaxpr.outvars
 
-    def _same(
+    def _record_same(
         self, atoms: Sequence[Atom], place: Place, others: Sequence[Atom], other: Place
     ) -> None:
         """Records that each variable has the numbers of a variable at another place."""
         for v, x in zip(atoms, others, strict=True):
             if not isinstance(v, Literal) and not isinstance(x, Literal):
-                self.is_also[Value(place, v)].append(Value(other, x))
+                self.same_as[Value(place, v)].append(Value(other, x))
 
-    def _again(
+    def _carry_over(
         self, carries: Sequence[Var], results: Sequence[Atom], at: Place
     ) -> None:
         """Records that carries are results of the iteration before."""
-        self._same(carries, at, results[: len(carries)], at)
+        self._record_same(carries, at, results[: len(carries)], at)
 
     def _decide(
         self, conditions: Sequence[Atom], at: Place, outs: Sequence[Atom], place: Place

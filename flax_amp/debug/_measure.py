@@ -52,13 +52,19 @@ class Measurement(Report):
         yield table(headers, ([name, *self._cells(name)] for name in self.figures))
 
     def _cells(self, name: str) -> Iterator[str]:
-        """Yields each figure with its ratio to the figure in float32."""
         base = self.figures["float32"]
         for field, value in vars(self.figures[name]).items():
-            shown = "-" if value is None else f"{value:.3g}"
-            shown = f"{value:,.0f}" if value and value >= 1000 else shown
-            one = getattr(base, field)
-            yield f"{shown} x{value / one:.2f}" if value and one else shown
+            yield _with_ratio(value, getattr(base, field))
+
+
+def _with_ratio(value: float | None, base: float | None) -> str:
+    """Returns a figure with its ratio to the figure in float32."""
+    if value is None:
+        return "-"
+    shown = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    if not value or not base:
+        return shown
+    return f"{shown} x{value / base:.2f}"
 
 
 @tool
@@ -95,7 +101,8 @@ def measure(call: Call, *, steps: int = 20) -> Measurement:
       (['float32', 'bfloat16', 'float16'], True)
     """
     steps = check_count(steps, f"measure: {steps=}", "of steps to time")
-    compiled, compile_s = {}, {}
+    compiled = {}
+    compile_s = {}
     step_ms: dict[str, list[float]] = {name: [] for name in _PRECISIONS}
     for name, precision in _PRECISIONS.items():
         program, args = _program(call, precision)
@@ -120,7 +127,7 @@ def measure(call: Call, *, steps: int = 20) -> Measurement:
     devices = [*set().union(*(x.device_set for x in shardings))]
     platform = devices[0].platform
     return Measurement(
-        name=call.asked.name,
+        name=call.request.name,
         notes=_about_a_cpu() if platform == "cpu" else (),
         platform=platform,
         devices=f"{len(devices)} x {devices[0].device_kind}",
@@ -145,13 +152,15 @@ def _about_a_cpu() -> tuple[str, ...]:
 
 def _program(call: Call, precision: Precision) -> tuple[Any, tuple[Any, ...]]:
     """Returns a step, or a loss with its gradient, and the arguments for a call."""
-    asked, state, entries = call.asked, call.asked.holder, call.asked.entries
-    reduces: Any = dict(reduce_in_float32=asked.reduce_in_float32)
+    request = call.request
+    state = request.holder
+    entries = request.entries
+    reduces: Any = dict(reduce_in_float32=request.reduce_in_float32)
     if not isinstance(state, AmpTrainState):
         dtype, own = read_options("measure", precision, None, None, entries)
-        loss = rewrite(call.loss, Policy(own), dtype, asked.recompute, **reduces)
+        loss = rewrite(call.loss, Policy(own), dtype, request.recompute, **reduces)
         return jax.jit(call.gradients(loss)), (jnp.float32(1), call.arrays)
-    loss_fn, *given = asked.step
+    loss_fn, *given = request.step
 
     @functools.wraps(loss_fn)
     def with_aux(*args: Any, **kwargs: Any) -> Any:

@@ -61,8 +61,8 @@ class NonfiniteReport(Report):
             yield f"not finite: {first_of(self.reached)}"
         yield from (f"argument: {text}" for text in self.inputs.values())
         if found := self.finding:
-            pass_ = f"the {'backward' if found.backward else 'forward'} pass"
-            facts = (pass_, found.path, *found.inside, found.source)
+            direction = "backward" if found.backward else "forward"
+            facts = (f"the {direction} pass", found.path, *found.inside, found.source)
             where = ", ".join(filter(None, facts))
             yield f"{found.what} made {found.kind} in {where}"
             if found.operands:
@@ -120,14 +120,16 @@ def find_nonfinite(call: Call, *, scale: Any = None) -> NonfiniteReport:
       ('mathematics', 'head', 'log(0) = -inf')
     """
     with jax.debug_nans(False), jax.debug_infs(False):
-        return _Diagnosis(call, call.asked.scale(scale)).report()
+        return _Diagnosis(call, call.request.scale(scale)).report()
 
 
 class _Diagnosis:
     """Finds the cause of an inf or a NaN."""
 
     def __init__(self, call: Call, scale: float):
-        self._asked, self._call, self._scale = call.asked, call, scale
+        self._request = call.request
+        self._call = call
+        self._scale = scale
         self._trials = Trials(call)
         trained = call.trained()
         self._wrt = [f"gradient of {x}" for x in _tree.pick(call.paths, trained)]
@@ -157,7 +159,7 @@ class _Diagnosis:
 
     def _programs(self, traced: TracedCall) -> list[Runner]:
         """Returns two programs: the loss, and the loss with its gradient."""
-        reduces = self._call.asked.reduce_in_float32
+        reduces = self._call.request.reduce_in_float32
 
         def loss(arrays: Sequence[Array]) -> Any:
             # Recomputation changes no number, so the program leaves recomputation out.
@@ -195,21 +197,22 @@ class _Diagnosis:
 
     def report(self) -> NonfiniteReport:
         """Runs the loss until the cause is known."""
-        asked, scale = self._asked, self._scale
+        request = self._request
+        scale = self._scale
         programs = self._programs(self._trials.traced)
         fault = self._first_cause(programs, scale)
         if fault is None:
-            limited = dict.fromkeys(what for run in programs for what in run.limited)
-            notes = [_LIMITED.format(what, asked.dtype) for what in limited]
+            names = (name for run in programs for name in run.limited_values)
+            notes = [_LIMITED.format(x, request.dtype) for x in dict.fromkeys(names)]
             # By default, the scaler halves the scale if gradients alone are not finite.
-            notes += [_SKIPPED.format(2 * scale)] * (scale == asked.scale(None) != 1)
+            notes += [_SKIPPED.format(2 * scale)] * (scale == request.scale(None) != 1)
             return self._make("nothing", _NOTHING, Cause((0, 0)), notes=tuple(notes))
         if fault.arguments & self._faults:
             return self._make("inputs", "", fault)
         is_scaled = scale > 1 and fault.finding and fault.finding.backward
         if is_scaled and self._first_cause(programs, 1.0) is None:
             return self._make("scale", _SCALE, fault)
-        if asked.dtype != jnp.float32:
+        if request.dtype != jnp.float32:
             in_float32 = Chooser(Policy(default_amp_policy), jnp.dtype(jnp.float32))
             programs = self._programs(self._trials.traced._replace(choose=in_float32))
             left = self._first_cause(programs, scale)
@@ -221,21 +224,25 @@ class _Diagnosis:
     def _make(
         self, verdict: Verdict, advice: str, fault: Cause, **known: Any
     ) -> NonfiniteReport:
-        inputs, examples = {}, fault.examples
+        inputs = {}
+        examples = fault.examples
         for i in (number - 1 for number in sorted(fault.arguments)):
-            path, x = self._call.paths[i], np.asarray(self._call.arrays[i])
-            bad, is_batch = ~np.isfinite(x), self._is_batch[i]
+            path = self._call.paths[i]
+            x = np.asarray(self._call.arrays[i])
+            bad = ~np.isfinite(x)
             place = [*map(int, np.argwhere(bad)[0])] or ""
             count = plural(int(bad.sum()), "element")
             inputs[path] = f"{kinds(x)} in {path}{place} ({count})"
-            own = self._examples(bad) if is_batch else ()
+            if not self._is_batch[i]:
+                advice = advice or _WRITTEN + path
+                continue
+            own = self._examples(bad)
             examples = examples or own
-            what = f"or drop {_words(own)}" if own else path
-            correct = f"Correct {what}: no precision helps."
-            advice = advice or (correct if is_batch else _WRITTEN + path)
+            to_correct = f"or drop {_words(own)}" if own else path
+            advice = advice or f"Correct {to_correct}: no precision helps."
         return NonfiniteReport(
-            name=self._asked.name,
-            compute_dtype=self._asked.dtype.name,
+            name=self._request.name,
+            compute_dtype=self._request.dtype.name,
             scale=self._scale,
             verdict=verdict,
             advice=advice,
@@ -248,24 +255,28 @@ class _Diagnosis:
 
     def _precision(self, fault: Cause) -> NonfiniteReport:
         """Looks for a few parts of the program that are enough in float32."""
-        asked, trials, finding = self._asked, self._trials, fault.finding
+        request = self._request
+        trials = self._trials
+        finding = fault.finding
 
         # The scaler lowers its scale, so the trials run with a scale of 1.
         def is_enough(parts: Sequence[Part]) -> bool:
             return bool(parts) and trials.run(parts).is_finite
 
-        every, root = trials.parts(), Part(finding.path if finding else "")
+        every = trials.parts()
+        module = [Part(finding.path)] if finding and finding.path else []
         # The part with the fault may only be the victim of another part: so all parts
         # are tried next. At last the module of the fault is tried, because the root
         # module is no part.
-        tried = self._one_by_one(fault, every), every, [root] if root.path else []
+        tried = self._one_by_one(fault, every), every, module
         enough = next(filter(is_enough, tried), None)
-        wider = [_WIDER] * (asked.dtype == jnp.float16)
+        wider = [_WIDER] * (request.dtype == jnp.float16)
         if enough is None:
             return self._make("precision", "\n".join((_NO_POLICY, *wider)), fault)
         found = fewest(enough, is_enough)
-        keys, lines = keys_of(found), lines_of(found)
-        code = policy_text(keys, lines, asked.has_own_policy)
+        keys = keys_of(found)
+        lines = lines_of(found)
+        code = policy_text(keys, lines, request.has_own_policy)
         text = "\n".join((_TRIED, *code, *wider))
         policy = dict.fromkeys(keys, "float32")
         return self._make("precision", text, fault, policy=policy, lines=lines)

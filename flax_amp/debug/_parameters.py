@@ -14,7 +14,7 @@ _AS_WRITTEN = {
     "flax_amp_spread": "broadcast_in_dim",
     "flax_amp_fp8_dot": "dot_general",
 }
-_TOLD = {
+_REASON_TEXT = {
     Reason.UNROUNDED: "reads it in float32",
     Reason.PROMOTED: "would compute something else from half precision",
 }
@@ -32,25 +32,26 @@ class Parameter:
 
 def parameters_of(call: Call) -> tuple[Parameter, ...]:
     """Returns a row for each float32 array of the first argument of a call."""
-    asked = call.asked
+    request = call.request
     # Without positional arguments, there is no first argument.
     argnums = range(len(call.arguments[0]))[:1]
-    policy = Policy(asked.entries)
-    found = half_params.find_parameters(call, policy, asked.dtype, argnums)
+    policy = Policy(request.entries)
+    found = half_params.find_parameters(call, policy, request.dtype, argnums)
     arrays = dict(
         zip(call.places, zip(call.paths, call.arrays, strict=True), strict=True)
     )
-    told = []
+    rows = []
     for x in found:
         path, array = arrays[x.place]
         nbytes = array.size * array.dtype.itemsize
-        told.append(Parameter(path, nbytes, x.is_half, _why(x)))
-    return tuple(told)
+        rows.append(Parameter(path, nbytes, x.is_half, _why(x)))
+    return tuple(rows)
 
 
 def _why(found: half_params.Parameter) -> str:
     """Says why a parameter stays float32, and names the equation that is the reason."""
-    reason, reader = found.reason, found.reader
+    reason = found.reason
+    reader = found.reader
     if reason is None:
         return ""
     if reader is None:
@@ -61,5 +62,5 @@ def _why(found: half_params.Parameter) -> str:
     name = reader.eqns[-1].primitive.name
     module = at.path.rpartition("/")[2]
     where = f" in {module}" if module else ""
-    told = f"{_AS_WRITTEN.get(name, name)}{where} {_TOLD[reason]}"
-    return f"{told}, {at.source}" if at.source else told
+    text = f"{_AS_WRITTEN.get(name, name)}{where} {_REASON_TEXT[reason]}"
+    return ", ".join(filter(None, (text, at.source)))

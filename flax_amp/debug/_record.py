@@ -31,7 +31,7 @@ TRANSPARENT = CALLS | {"shard_map", "custom_vmap_call"}
 # Equations in these roles run in dtypes of their own, because a key or a fact says so.
 _IN_OWN_DTYPES = (Kind.ORIGINAL, Kind.CALLED)
 # The bodies of these primitives, such as the comparison of a sort, get no rows.
-_CASTABLE = (Kind.MATMUL, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
+_BODIES_NOT_SHOWN = (Kind.MATMUL, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Equation:
 
         Without floats, this is the dtype of the first result.
         """
-        operands, results = self.after.operands, self.after.results
+        operands = self.after.operands
+        results = self.after.results
         floats = [dtype for dtype in (*operands, *results) if "float" in dtype]
         return next(iter((*floats, *results, *operands)), "")
 
@@ -93,7 +94,9 @@ def low_share(rows: Sequence[Equation]) -> float | None:
     """Returns the share of matmuls in half or fp8; `None` without matmuls of floats."""
     flops = sum(row.flops for row in rows)
     low = sum(row.flops for row in rows if row.is_low or row.is_in_fp8)
-    return low / flops if flops else None
+    if not flops:
+        return None
+    return low / flops
 
 
 # --- the place of an equation --------------------------------------------------------
@@ -112,7 +115,8 @@ def scopes_of(eqn: Eqn) -> tuple[str, ...]:
     for kind, entries in itertools.groupby(_source.scopes(eqn), type):
         names = [entry.name for entry in entries if kind.__name__ == "Scope"]
         group = [name for name in names if name not in _OF_CHECKPOINTS]
-        scopes = group if group[: len(scopes)] == scopes else scopes + group
+        is_repeated = group[: len(scopes)] == scopes
+        scopes = group if is_repeated else scopes + group
     half = len(scopes) // 2
     if eqn.primitive.name == "remat2" and scopes[:half] == scopes[half:]:
         scopes = scopes[:half]  # a recomputation repeats the scopes
@@ -135,7 +139,8 @@ def module_path(scopes: tuple[str, ...]) -> str:
             continue
         name, method = split_method(segment)
         if split_method(name)[1]:  # `eqx.nn.Linear`
-            name, method = segment, ""
+            name = segment
+            method = ""
         # A module is named once where a method calls another method of the same module,
         # as Flax's RNN does.
         if not ((method or was_method) and names and names[-1] == name):
@@ -193,10 +198,15 @@ class Visit(NamedTuple):
     @property
     def is_planned_half(self) -> bool:
         """Whether the first result is in half precision for its readers."""
-        form = (
-            self.why.plan.forms.get(self.eqn.outvars[0]) if self.eqn.outvars else None
-        )
+        form = _first_form(self.eqn, self.why)
         return form is not None and form.is_half
+
+
+def _first_form(eqn: Eqn, why: Any) -> Any:
+    """Returns the form of the first result in the plan of `why`, the `Choice`."""
+    if not eqn.outvars:
+        return None
+    return why.plan.forms.get(eqn.outvars[0])
 
 
 class Recorder:
@@ -207,7 +217,7 @@ class Recorder:
         self.visits: list[Visit] = []  # in the order in which they were emitted
         # The equations whose bodies the emitter has entered, by `id`. The dict holds
         # the equations, because Python gives the `id` of a dead object to a new object.
-        self._entered: dict[int, Eqn] = {}
+        self._with_own_rows: dict[int, Eqn] = {}
 
     @property
     def rows(self) -> list[Equation]:
@@ -219,26 +229,27 @@ class Recorder:
     ) -> None:
         after = dtypes_of(eqn, operands, results)
         at = Location((*around, eqn))
-        self._entered |= {id(outer): outer for outer in around}
+        self._with_own_rows |= {id(outer): outer for outer in around}
         row = _row(at, after, why.reason, why.result)
         row.is_in_fp8 = why.is_in_fp8
-        row.stays_by_rule = _stays(row, eqn, why)
+        row.stays_by_rule = _is_float32_by_rule(row, eqn, why)
         self.visits.append(Visit(row, eqn, why, tuple(around)))
-        if id(eqn) not in self._entered:
+        if id(eqn) not in self._with_own_rows:
             # Bodies read halves if the equation reads halves, as a `relu` on the way to
             # a matmul does.
             pairs = zip(row.before.operands, after.operands, strict=True)
             lowered = (y for x, y in pairs if x == "float32" and is_half(y))
-            told = why.result
-            self._add_bodies(at, next(lowered, "float32"), told, self.visits[-1])
+            float_ = next(lowered, "float32")
+            self._add_bodies(at, float_, why.result, self.visits[-1])
 
     def _add_bodies(self, at: Location, float_: str, result: str, whole: Visit) -> None:
         """Adds the rows of the bodies of an equation that runs as a whole.
 
         `result` goes to the row of the body's equation that makes the first result.
         """
-        outer, why = at.eqns[-1], whole.why
-        if kind_of(outer) in _CASTABLE or outer.primitive.name == "pallas_call":
+        outer = at.eqns[-1]
+        why = whole.why
+        if kind_of(outer) in _BODIES_NOT_SHOWN or outer.primitive.name == "pallas_call":
             return
         # In a loop without a matmul in half precision, each equation has a reason of
         # its own.
@@ -248,27 +259,37 @@ class Recorder:
             if hi_name(outer) and not has_matmul(body):
                 continue
             for eqn in body.eqns:
-                before, inner = dtypes_of(eqn), at.of(eqn)
-                sides = before.operands, before.results
-                own = (tuple(float_ if x == "float32" else x for x in y) for y in sides)
-                choice = self._choose(eqn, why.body_context) if is_loop else why
-                choice = choice._replace(plan=why.plan)
+                choice = why
+                if is_loop:
+                    choice = self._choose(eqn, why.body_context)
+                    choice = choice._replace(plan=why.plan)
+                inner = at.of(eqn)
                 is_first = any(v is x for v in eqn.outvars for x in body.outvars[:1])
-                told = result if is_first else ""
-                row = _row(inner, Dtypes(*own), choice.reason, told)
-                row.stays_by_rule = is_first and _stays(row, whole.eqn, choice)
-                around = inner.eqns[:-1]
-                self.visits.append(Visit(row, eqn, choice, around, whole.eqn))
-                self._add_bodies(inner, float_, told, whole._replace(why=choice))
+                own_result = result if is_first else ""
+                dtypes = _replace_float32(dtypes_of(eqn), float_)
+                row = _row(inner, dtypes, choice.reason, own_result)
+                if is_first:
+                    row.stays_by_rule = _is_float32_by_rule(row, whole.eqn, choice)
+                self.visits.append(Visit(row, eqn, choice, inner.eqns[:-1], whole.eqn))
+                self._add_bodies(inner, float_, own_result, whole._replace(why=choice))
 
 
-def _stays(row: Equation, planned: Eqn, why: Any) -> bool:
+def _replace_float32(dtypes: Dtypes, dtype: str) -> Dtypes:
+    """Returns the dtypes of an equation with another dtype in the place of float32."""
+
+    def replace(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dtype if name == "float32" else name for name in names)
+
+    return Dtypes(replace(dtypes.operands), replace(dtypes.results))
+
+
+def _is_float32_by_rule(row: Equation, planned: Eqn, why: Any) -> bool:
     """Whether a result is float32 because of a sum, or because a key says so.
 
     The plan knows the first result of `planned`, which is the equation of the row, or
     the equation around the row that runs as a whole.
     """
-    form = why.plan.forms.get(planned.outvars[0]) if planned.outvars else None
+    form = _first_form(planned, why)
     if form is None or form.is_half:
         return False
     is_by_key = why.role in _IN_OWN_DTYPES and row.computes_in == "float32"
@@ -315,16 +336,19 @@ def flops(eqn: Eqn) -> int:
     factors = float_factors(dtypes_of(eqn).operands)
     if not is_matmul(eqn) or not factors:
         return 0
-    left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    left, right = (v.aval for v in eqn.invars[:2])
     if eqn.primitive.name == "conv_general_dilated":
         others = {eqn.params["dimension_numbers"].rhs_spec[0]}
-        size = out.size
+        size = eqn.outvars[0].aval.size
     else:
-        numbers = eqn.params.get("ragged_dot_dimension_numbers")
-        groups = numbers.rhs_group_dimensions if numbers else ()
-        dims = numbers.dot_dimension_numbers if numbers else None
-        (_, contracting), (_, batch) = dims or eqn.params["dimension_numbers"]
-        others, size = {*contracting, *batch, *groups}, left.size
+        groups = ()
+        dims = eqn.params.get("dimension_numbers")
+        if ragged := eqn.params.get("ragged_dot_dimension_numbers"):
+            groups = ragged.rhs_group_dimensions
+            dims = ragged.dot_dimension_numbers
+        (_, contracting), (_, batch) = dims
+        others = {*contracting, *batch, *groups}
+        size = left.size
     terms = [n for i, n in enumerate(right.shape) if i not in others]
     # A term is a multiplication and an addition: 2 operations. A multiplication of two
     # complex numbers is four multiplications of real numbers.
@@ -347,7 +371,9 @@ def stored_bytes(
         def loss(*chosen: Any) -> Any:
             outs = evaluate(closed, fill(chosen, trained, arrays))
             outs = [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
-            return outs[:1] if outs and outs[0].ndim == 0 else outs
+            if outs and outs[0].ndim == 0:
+                return outs[:1]
+            return outs
 
         outs, pullback = jax.vjp(jax.jit(loss), *pick(arrays, trained))
         # The pullback is called because JAX raises the error of a `while`, which has no

@@ -96,18 +96,21 @@ def table(
 
 def amount(number: float, unit: str) -> str:
     """Returns a number with three digits and a prefix, `262 GFLOP`, and "" for 0."""
+    if not number:
+        return ""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if number < 999.5 or prefix == "P":  # 999.5 would be written as `1e+03`
             break
         number /= 1000
-    return f"{number:.3g} {prefix}{unit}".rstrip() if number else ""
+    return f"{number:.3g} {prefix}{unit}".rstrip()
 
 
 def percent(share: float | None) -> str:
     """Returns a share as text, `100 %` only for the whole, and "" for `None`."""
     if share is None:
         return ""
-    return f"{100 if share == 1 else min(100 * share, 99.9):.3g} %"
+    shown = 100 if share == 1 else min(100 * share, 99.9)
+    return f"{shown:.3g} %"
 
 
 def plural(count: int, noun: str) -> str:

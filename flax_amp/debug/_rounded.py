@@ -19,7 +19,7 @@ from flax_amp.debug._graph import Graph, Step, Value
 from flax_amp.debug._record import Equation
 
 
-class Finding(NamedTuple):
+class Remark(NamedTuple):
     """A problem of an equation, or a note about the equation."""
 
     kind: str
@@ -48,8 +48,9 @@ def _floats(step: Step) -> list[Value]:
 def _scalar(graph: Graph) -> Value | None:
     """Returns the first result if that is a float scalar, as a loss is."""
     first = next(iter(graph.results), None)
-    is_loss = first is not None and first.is_float and not first.v.aval.shape
-    return first if is_loss else None
+    if first is None or not first.is_float or first.v.aval.shape:
+        return None
+    return first
 
 
 def loss_reads(graph: Graph) -> tuple[str, ...]:
@@ -66,7 +67,9 @@ def loss_reads(graph: Graph) -> tuple[str, ...]:
         return [] if _is_half_step(step) else _floats(step)
 
     loss = _scalar(graph)
-    found = set(filter(_rounds, graph.behind([loss], follow) if loss else ()))
+    if loss is None:
+        return ()
+    found = set(filter(_rounds, graph.behind([loss], follow)))
     rows = [x.visit.row for x in graph.steps if x in found and x.visit]
     names = [f"{row.primitive} of {row.path}".removesuffix(" of ") for row in rows]
     pairs = zip(names, rows, strict=True)
@@ -78,8 +81,11 @@ def _trained_loss(graph: Graph) -> Value | None:
 
     A count, such as the number of correct classes, comes from a comparison instead.
     """
-    loss, inputs = _scalar(graph), set(graph.inputs)
-    for step in graph.behind([loss], _floats) if loss else ():
+    loss = _scalar(graph)
+    if loss is None:
+        return None
+    inputs = set(graph.inputs)
+    for step in graph.behind([loss], _floats):
         for value in _floats(step):
             if not inputs.isdisjoint(graph.sources(value)):
                 return loss
@@ -112,7 +118,7 @@ _MAY_DIFFER = (
 )
 
 
-def ranks(graph: Graph) -> Iterator[Finding]:
+def ranks(graph: Graph) -> Iterator[Remark]:
     """Yields the matmuls whose rounded results are ranked, or become integers.
 
     A ranking is a problem if the loss depends on the ranks. Metrics beside the loss do
@@ -128,16 +134,20 @@ def ranks(graph: Graph) -> Iterator[Finding]:
         matmuls = [x for x in chain if _rounds(x) and is_matmul(x.eqn)]
         if not matmuls:
             continue
-        told = _told(graph, loss, step, step.values(given), chain, matmuls)
-        for row in (x.visit.row for x in matmuls if told and x.visit):
-            if told == "note":
-                at = f" at {step.visit.row.source}" if step.visit else ""
-                of = f" of {row.path}" if row.path else ""
-                yield Finding("note", _MAY_DIFFER.format(step.name, at, of), row)
-            elif step.name in (*_TO_INTEGERS, "convert_element_type"):
-                yield Finding("integers", _INTEGERS.format(step.name), row)
-            else:
-                yield Finding("ranks", _RANKED.format(step.name), row)
+        severity = _severity(graph, loss, step, step.values(given), chain, matmuls)
+        for row in (x.visit.row for x in matmuls if severity and x.visit):
+            yield _remark(step, row, severity)
+
+
+def _remark(step: Step, row: Equation, severity: str) -> Remark:
+    """Returns the remark that a step ranks the result of the matmul of a row."""
+    if severity == "note":
+        at = f" at {step.visit.row.source}" if step.visit else ""
+        of = f" of {row.path}" if row.path else ""
+        return Remark("note", _MAY_DIFFER.format(step.name, at, of), row)
+    if step.name in (*_TO_INTEGERS, "convert_element_type"):
+        return Remark("integers", _INTEGERS.format(step.name), row)
+    return Remark("ranks", _RANKED.format(step.name), row)
 
 
 def _ranking(step: Step) -> tuple[Sequence[Atom], Sequence[Atom]]:
@@ -146,26 +156,29 @@ def _ranking(step: Step) -> tuple[Sequence[Atom], Sequence[Atom]]:
     The sorted numbers of `sort` and `top_k` are left out: where near equals change
     places, the sorted numbers stay nearly the same.
     """
-    eqn, name = step.eqn, step.name
+    eqn = step.eqn
+    name = step.name
     if name in ("argmax", "argmin", *_TO_INTEGERS):
         return eqn.invars[:1], eqn.outvars
     if name in ("top_k", "approx_top_k"):
         return eqn.invars[:1], eqn.outvars[1:]
     if name == "sort":
         return eqn.invars[: eqn.params["num_keys"]], eqn.outvars[1:]
-    if name == "convert_element_type":
-        is_integer = jnp.issubdtype(eqn.params["new_dtype"], jnp.integer)
-        return (eqn.invars, eqn.outvars) if is_integer else ((), ())
+    is_cast = name == "convert_element_type"
+    if is_cast and jnp.issubdtype(eqn.params["new_dtype"], jnp.integer):
+        return eqn.invars, eqn.outvars
     return (), ()
 
 
 def _in_order(step: Step) -> list[Value]:
     """Returns the float operands of a step that moves, scales or adds; else none."""
-    is_end = _is_half_step(step) or step.name not in _KEEPS_ORDER
-    return _floats(step) if is_layout(step.eqn) or not is_end else []
+    keeps_order = step.name in _KEEPS_ORDER and not _is_half_step(step)
+    if is_layout(step.eqn) or keeps_order:
+        return _floats(step)
+    return []
 
 
-def _told(
+def _severity(
     graph: Graph,
     loss: Value | None,
     step: Step,
@@ -181,15 +194,18 @@ def _told(
     moved = [x for x in results if step in set(graph.behind([x], _moves))]
     # A scalar that is computed from the ranks is a metric, and does not count.
     arrays = [x for x in results if x.v.aval.shape or x in moved]
-    if not arrays or loss is not None:
-        return "note" if arrays else ""
+    if not arrays:
+        return ""
+    if loss is not None:
+        return "note"
     is_read_again = any(x not in moved for x in arrays)
     return "problem" if is_read_again or _cancels(graph, chain, matmuls) else "note"
 
 
 def _moves(step: Step) -> list[Value]:
-    is_cast = step.name == "convert_element_type"
-    return step.operands if is_cast or is_layout(step.eqn) else []
+    if step.name == "convert_element_type" or is_layout(step.eqn):
+        return step.operands
+    return []
 
 
 def _cancels(graph: Graph, chain: Sequence[Step], matmuls: Sequence[Step]) -> bool:
@@ -215,7 +231,9 @@ _TAKES_FIRST = ("gather", "dynamic_slice")  # all operands but the first are ind
 # A constant may hold positions if its largest magnitude is between `_FAR` and
 # `_TOO_FAR`: masks hold larger numbers. Constants of `_LARGE` elements and more are not
 # read.
-_FAR, _TOO_FAR, _LARGE = 64, 1e6, 2**20
+_FAR = 64
+_TOO_FAR = 1e6
+_LARGE = 2**20
 _POSITIONS = (
     "is a sum that begins at positions, and half on the way to a matmul: {0} has no "
     "odd numbers above {1}. Put the sum and what reads it under flax_amp.amp_stop, or "
@@ -223,7 +241,7 @@ _POSITIONS = (
 )
 
 
-def positions(graph: Graph, are_data: Sequence[bool], half: DType) -> Iterator[Finding]:
+def positions(graph: Graph, are_data: Sequence[bool], half: DType) -> Iterator[Remark]:
     """Yields the sums of positions and results of matmuls that are half in the plan.
 
     Positions come from an `iota`, from a constant with numbers as large as positions,
@@ -241,7 +259,7 @@ def positions(graph: Graph, are_data: Sequence[bool], half: DType) -> Iterator[F
             # and a mask or a bias, and no sum from positions.
             readers = [x.name for value in step.results for x in graph.readers(value)]
             if "reduce_max" not in readers:
-                yield Finding("positions", message, step.visit.row)
+                yield Remark("positions", message, step.visit.row)
 
 
 class _Positions:
@@ -266,22 +284,28 @@ class _Positions:
             self.grids.update(step.results)
         if not (values and step.results) or _is_half_step(step):
             return False
-        values = values[:1] if step.name in _TAKES_FIRST else values
-        for found in (self.grids, self.data):
-            # Data with fewer elements than the result is repeated: a bias.
-            least = _size(step.results[0]) if found is self.data else 0
-            are_found = [self._is_in(found, x) and _size(x) >= least for x in values]
-            if not any(are_found):
-                continue
-            pairs = zip(values, are_found, strict=True)
-            others = [x for x, is_found in pairs if not is_found]
-            is_computed = any(_is_after_matmul(step, x) for x in values)
-            grows = step.name in _ADDS and is_computed
-            if grows or self._is_copy(step, others):
-                found.update(step.results)
-            if grows:
-                return True
-        return False
+        if step.name in _TAKES_FIRST:
+            values = values[:1]
+        kinds = (self.grids, self.data)
+        return any(self._add_to(found, step, values) for found in kinds)
+
+    def _add_to(self, found: set[Value], step: Step, values: Sequence[Value]) -> bool:
+        """Adds the results of a step to `grids` or to `data`; says the same as `add`.
+
+        `values` are the operands that may be positions.
+        """
+        # Data with fewer elements than the result is repeated: a bias.
+        least = _size(step.results[0]) if found is self.data else 0
+        are_found = [self._is_in(found, x) and _size(x) >= least for x in values]
+        if not any(are_found):
+            return False
+        pairs = zip(values, are_found, strict=True)
+        others = [x for x, is_found in pairs if not is_found]
+        is_computed = any(_is_after_matmul(step, x) for x in values)
+        grows = step.name in _ADDS and is_computed
+        if grows or self._is_copy(step, others):
+            found.update(step.results)
+        return grows
 
     def _is_copy(self, step: Step, others: Sequence[Value]) -> bool:
         """Whether a step only moves positions, or scales or shifts them by numbers.

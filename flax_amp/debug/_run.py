@@ -91,12 +91,14 @@ def earliest(causes: Sequence[Cause | None]) -> Cause | None:
     return min(filter(None, causes), key=lambda cause: cause.order, default=None)
 
 
-class _Apart(Exception):
+class _DevicesDiverge(Exception):
     """Devices, or the examples of a `vmap`, go different ways in a loop or a branch."""
 
 
 def _value(x: Array, cause: Cause | None, name: str) -> Value:
-    return Value(x, None if cause is None or is_finite(x) else cause, name)
+    if cause is not None and is_finite(x):
+        cause = None
+    return Value(x, cause, name)
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,7 +111,7 @@ class Runner:
     examples: Examples
     # The names of the values with a number beyond the range of half precision, which a
     # cast has replaced by a finite number.
-    limited: dict[str, None] = dataclasses.field(default_factory=dict)
+    limited_values: dict[str, None] = dataclasses.field(default_factory=dict)
     compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
     numbers: Any = dataclasses.field(default_factory=itertools.count)
     # The devices of the `shard_map` around the equations. Then each array is a stack,
@@ -120,10 +122,10 @@ class Runner:
         self, arrays: Sequence[Any], names: Any, faults: Container[int]
     ) -> list[Value]:
         """Returns the results; `faults` has the arguments that should be finite."""
-        values = [
-            _value(x, Cause((-1 if i in faults else 2, i), None, frozenset({i})), name)
-            for i, (x, name) in enumerate(zip(arrays, names, strict=True))
-        ]
+        values = []
+        for i, (x, name) in enumerate(zip(arrays, names, strict=True)):
+            rank = -1 if i in faults else 2
+            values.append(_value(x, Cause((rank, i), None, frozenset({i})), name))
         return self._jaxpr(self.closed, values, Location())
 
     def _jaxpr(
@@ -170,7 +172,7 @@ class Runner:
         if name == "flax_amp_spread" and is_finite(outs[0]):
             most = float(jnp.abs(values[0].array).max(initial=0))
             if most > float(jnp.finfo(outs[0].dtype).max):
-                self.limited[f"{values[0].name} ({at.path or at.source})"] = None
+                self.limited_values[f"{values[0].name} ({at.path or at.source})"] = None
         causes = self._causes(eqn, values, outs, at)
         is_moved = has(eqn, Trait.LAYOUT) and len(values) == 1
         made = values[0].name if is_moved else f"the result of {name}"
@@ -190,24 +192,30 @@ class Runner:
         if eqn.primitive.name in enter and not all(map(is_finite, outs)):
             try:
                 causes = enter[eqn.primitive.name](eqn, values, at)
-            except _Apart:
-                causes = self._following(eqn, values, outs, at) or causes
-        return [
-            None if is_finite(x) else cause or self._cause(eqn, values, x, at)
-            for x, cause in zip(outs, causes, strict=True)
-        ]
+            except _DevicesDiverge:
+                causes = self._follow_one_device(eqn, values, outs, at) or causes
+        found: list[Cause | None] = []
+        for x, cause in zip(outs, causes, strict=True):
+            if is_finite(x):
+                found.append(None)
+            else:
+                found.append(cause or self._cause(eqn, values, x, at))
+        return found
 
     def _whole(self, item: Eqn | Jaxpr, values: Sequence[Value]) -> list[Array]:
         """Runs an equation or a body as a whole.
 
         Bodies, and equations with bodies, are compiled once.
         """
-        arrays, is_eqn = [value.array for value in values], hasattr(item, "primitive")
+        arrays = [value.array for value in values]
         if self.devices:
             return list(self.devices.run(item, arrays))
-        run = functools.partial(bind_in_context if is_eqn else evaluate, item)
-        if is_eqn and not any(jaxprs_in_params(item.params)):
-            return list(run(arrays))  # JAX caches the compiled primitive
+        if hasattr(item, "primitive"):
+            run = functools.partial(bind_in_context, item)
+            if not any(jaxprs_in_params(item.params)):
+                return list(run(arrays))  # JAX caches the compiled primitive
+        else:
+            run = functools.partial(evaluate, item)
         if id(item) not in self.compiled:
             made = jax.jit(lambda *arrays: run(arrays), compiler_options=OPTIONS)
             # The dict holds `item`, so that no new object gets its `id`.
@@ -226,11 +234,15 @@ class Runner:
         return self._jaxpr(body, values, at)
 
     def _in_scan(self, eqn: Eqn, values: Sequence[Value], at: Location) -> Any:
-        counts, length = _compat.scan_counts(eqn), eqn.params["length"]
+        counts = _compat.scan_counts(eqn)
+        length = eqn.params["length"]
         consts, carry, xs = split_list(values, *counts)
         causes: list[Cause | None] = [None] * (len(eqn.outvars) - counts[1])
-        note = " (reverse)" if eqn.params["reverse"] else ""
-        order = range(length)[:: -1 if note else 1]
+        order = range(length)
+        note = ""
+        if eqn.params["reverse"]:
+            order = order[::-1]
+            note = " (reverse)"
         for count, i in enumerate(order, 1):  # `count` is in the order of the run
             # With a static index, JAX would compile the slice for each iteration.
             row = functools.partial(
@@ -247,7 +259,8 @@ class Runner:
         return [*(value.cause for value in carry), *causes]
 
     def _in_while(self, eqn: Eqn, values: Sequence[Value], at: Location) -> Any:
-        params, count = eqn.params, itertools.count(1)
+        params = eqn.params
+        count = itertools.count(1)
         counts = params["cond_nconsts"], params["body_nconsts"]
         cond_consts, consts, carry = split_list(values, *counts)
         while _common(self._whole(params["cond_jaxpr"], [*cond_consts, *carry])[0]):
@@ -257,7 +270,8 @@ class Runner:
         return [value.cause for value in carry]
 
     def _in_cond(self, eqn: Eqn, values: Sequence[Value], at: Location) -> Any:
-        raise _Apart  # `_equation` enters a `cond` if all devices take the same branch
+        # `_equation` enters a `cond` if all devices take the same branch.
+        raise _DevicesDiverge
 
     # --- devices ---------------------------------------------------------------------
 
@@ -286,7 +300,7 @@ class Runner:
     def _on(self, devices: Devices) -> "Runner":
         return dataclasses.replace(self, devices=devices, examples=devices.examples)
 
-    def _following(
+    def _follow_one_device(
         self, eqn: Eqn, values: Sequence[Value], outs: Sequence[Array], at: Location
     ) -> list[Cause | None]:
         """Follows the first device that is not finite, where devices go apart.
@@ -311,15 +325,11 @@ class Runner:
         self, eqn: Eqn, values: Sequence[Value], x: Array, at: Location
     ) -> Cause:
         x = np.asarray(x)
-        fresh, suspects = ~np.isfinite(x), [value for value in values if value.cause]
+        suspects = [value for value in values if value.cause]
         first = earliest([value.cause for value in suspects])
         if first and first.order[0] <= 0:  # an equation, or an argument at fault
             return first
-        # An operand with a mask of -inf may give a result with -inf; an inf, or a NaN,
-        # is new. So a kind that an operand holds already is not new.
-        for is_kind in _KINDS.values():
-            if any(is_kind(np.asarray(value.array)).any() for value in suspects):
-                fresh &= ~is_kind(x)
+        fresh = _fresh(x, suspects)
         if first and not fresh.any():
             return first
         arguments: frozenset[int] = frozenset()
@@ -377,22 +387,36 @@ def is_finite(x: Array) -> bool:
     return not _tree.is_inexact_array(x) or bool(_all_finite(x))
 
 
+def _fresh(x: np.ndarray, suspects: Sequence[Value]) -> Any:
+    """Returns which elements of a result are inf or NaN, and are new.
+
+    An operand with a mask of -inf may give a result with -inf; an inf, or a NaN, is
+    new. So a kind that an operand holds already is not new.
+    """
+    fresh = ~np.isfinite(x)
+    for is_kind in _KINDS.values():
+        if any(is_kind(np.asarray(value.array)).any() for value in suspects):
+            fresh &= ~is_kind(x)
+    return fresh
+
+
 def _parts(values: Sequence[Value], number: int) -> list[Array]:
     """Returns the elements of some stacks that belong to a device."""
     return [jax.device_get(value.array)[number] for value in values]
 
 
 def _common(flags: Array) -> bool:
-    """Returns the value of flags that are all equal; raises `_Apart` if they differ."""
+    """Returns the value of equal flags; raises `_DevicesDiverge` if they differ."""
     if len(found := np.unique(flags)) > 1:
-        raise _Apart
+        raise _DevicesDiverge
     return bool(found[0])
 
 
 def kinds(x: Array) -> str:
     """Returns which of inf, -inf and NaN an array holds."""
     x = np.asarray(x)
-    x = np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x
+    if np.iscomplexobj(x):
+        x = np.stack([x.real, x.imag])
     found = (name for name, is_kind in _KINDS.items() if is_kind(x).any())
     return " and ".join(found)
 
@@ -400,6 +424,10 @@ def kinds(x: Array) -> str:
 def _type(x: Array) -> str:
     """Returns a type as JAX writes types, with the largest finite magnitude."""
     text = f"{short(str(x.dtype))}[{','.join(map(str, x.shape))}]"
-    host = np.abs(np.asarray(x)) if _tree.is_inexact_array(x) else np.zeros(0)
+    if not _tree.is_inexact_array(x):
+        return text
+    host = np.abs(np.asarray(x))
     finite = host[np.isfinite(host)]
-    return f"{text} up to {float(finite.max()):.4g}" if finite.size else text
+    if not finite.size:
+        return text
+    return f"{text} up to {float(finite.max()):.4g}"

@@ -75,7 +75,7 @@ class Roundings:
         def run(switches: Array, operands: Arrays, exact: Arrays, unit: Array) -> Array:
             switched = _Switched(switches, self._numbers, half)
             found = switched.evaluate(closed, operands)
-            loss, *gradients = (switched.settled(x) for x in found)
+            loss, *gradients = (switched.in_float32(x) for x in found)
             return _distance(loss, gradients, exact, unit)
 
         # Without this option, XLA would leave out the roundings, not only on a CPU, for
@@ -114,7 +114,8 @@ class Roundings:
 
     def _fall(self, parts: Collection[Part]) -> float:
         """Returns the fall of the error without the roundings of parts."""
-        before, after = self.error_without(()), self.error_without(parts)
+        before = self.error_without(())
+        after = self.error_without(parts)
         return 0.0 if after == math.inf else before - after
 
     def _search(
@@ -232,7 +233,8 @@ class _Switched(NamedTuple):
         rows = [self.numbers[part] for part in parts if part in self.numbers]
         if kind != OPERAND and any(map(is_derivative, at.eqns)):
             kind = COTANGENT
-        return self.switches[rows[0] if rows else -1, kind]
+        row = rows[0] if rows else -1
+        return self.switches[row, kind]
 
     def rounded(self, x: Array, switch: Array) -> Array:
         """Returns a float32 array, rounded if the switch says so."""
@@ -245,19 +247,27 @@ class _Switched(NamedTuple):
             found = x.astype(self.half).astype(jnp.float32)
         return jax.lax.select_n(switch, x, found)
 
-    def settled(self, x: Any) -> Any:
+    def in_float32(self, x: Any) -> Any:
         """Returns a value in float32, rounded by the switch of its own equation."""
         if not isinstance(x, _Half):
             return x
-        return x.exact if x.switch is None else self.rounded(x.exact, x.switch)
+        if x.switch is None:
+            return x.exact
+        return self.rounded(x.exact, x.switch)
+
+    def before_cast(self, x: Any) -> Any:
+        """Returns an operand in float32, not yet cast for the matmul that reads it."""
+        if isinstance(x, _Half) and x.is_cast:
+            return x.exact
+        return self.in_float32(x)
 
     def operand(self, x: Any, switch: Array) -> Any:
         """Returns an operand as a matmul reads it, with the switch of its operands."""
         if not isinstance(x, _Half):
             return x
-        return self.rounded(x.exact if x.is_cast else self.settled(x), switch)
+        return self.rounded(self.before_cast(x), switch)
 
-    def given(self, eqn: Eqn, results: Arrays, switch: Array | None) -> list[Any]:
+    def as_results(self, eqn: Eqn, results: Arrays, switch: Array | None) -> list[Any]:
         """Returns results; the switch rounds the results in half precision."""
         return [
             _Half(x, switch) if v.aval.dtype == self.half else x
@@ -279,50 +289,69 @@ _Rule = Callable[[_Switched, Eqn, Sequence[Any]], Sequence[Any]]
 
 def _run_by_kind(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     """Runs an equation without a rule of its own."""
-    kind, params = kind_by_shape(eqn), run.with_float32(eqn.params)
+    kind = kind_by_shape(eqn)
     if kind is Kind.MATMUL:
-        switch = run.switch(eqn, OPERAND)
-        reads = [run.operand(x, switch) for x in values]
-        products = _compat.bind(eqn, reads, params)
-        return run.given(eqn, products, run.switch(eqn, RESULT))
-    if kind not in (Kind.MOVE, Kind.ARITHMETIC, Kind.SUM):
-        return _as_written(run, eqn, values)
+        return _run_matmul(run, eqn, values)
+    if kind is Kind.MOVE:
+        return _run_move(run, eqn, values)
+    if kind in (Kind.ARITHMETIC, Kind.SUM):
+        return _run_arithmetic(run, eqn, values)
+    return _run_as_written(run, eqn, values)
+
+
+def _run_matmul(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    switch = run.switch(eqn, OPERAND)
+    factors = [run.operand(x, switch) for x in values]
+    products = _compat.bind(eqn, factors, run.with_float32(eqn.params))
+    return run.as_results(eqn, products, run.switch(eqn, RESULT))
+
+
+def _run_move(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Moves numbers, or chooses among numbers."""
+    params = run.with_float32(eqn.params)
     halves = [x for x in values if isinstance(x, _Half)]
     gives_halves = all(v.aval.dtype == run.half for v in eqn.outvars)
-    if kind is Kind.MOVE and len(halves) == 1 and gives_halves:
+    if len(halves) == 1 and gives_halves:
         # A number may be moved before the rounding. A choice among numbers may not be
         # made before the rounding. An equation that chooses reads several arrays, or
         # gives integers as well.
         exact = [x.exact if isinstance(x, _Half) else x for x in values]
         moved = bind_in_dtype(eqn, exact, params)
         return [halves[0]._replace(exact=x) for x in moved]
-    results = bind_in_dtype(eqn, [run.settled(x) for x in values], params)
-    if kind is Kind.MOVE:
-        return run.given(eqn, results, None)
+    results = bind_in_dtype(eqn, [run.in_float32(x) for x in values], params)
+    return run.as_results(eqn, results, None)
+
+
+def _run_arithmetic(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Runs arithmetic or a sum; a result of rounded operands has their switches."""
+    operands = [run.in_float32(x) for x in values]
+    results = bind_in_dtype(eqn, operands, run.with_float32(eqn.params))
+    halves = [x for x in values if isinstance(x, _Half)]
     terms = [x.switch for x in halves if not x.is_cast and x.switch is not None]
-    if terms and gives_halves:
+    if terms and all(v.aval.dtype == run.half for v in eqn.outvars):
         switch = functools.reduce(jnp.logical_and, terms)
-        return run.given(eqn, [run.rounded(x, switch) for x in results], switch)
-    found = run.given(eqn, results, run.switch(eqn, BORDER))
+        return run.as_results(eqn, [run.rounded(x, switch) for x in results], switch)
+    found = run.as_results(eqn, results, run.switch(eqn, BORDER))
     is_cast = eqn.primitive.name == "convert_element_type"
     return [x._replace(is_cast=is_cast) if isinstance(x, _Half) else x for x in found]
 
 
-def _as_written(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+def _run_as_written(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     """Runs an equation in half precision and without a switch, such as a kernel."""
     operands = [
-        run.settled(x).astype(run.half) if isinstance(x, _Half) else x for x in values
+        run.in_float32(x).astype(run.half) if isinstance(x, _Half) else x
+        for x in values
     ]
     outs = _compat.bind(eqn, operands, eqn.params)
-    return run.given(eqn, [to_float32(x, run.half) for x in outs], None)
+    return run.as_results(eqn, [to_float32(x, run.half) for x in outs], None)
 
 
-def _copies(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+def _run_copies(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     """Returns the first operand in the place of each result: all are copies."""
     return [values[0]] * len(eqn.outvars)
 
 
-def _spread(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+def _run_spread(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     """Broadcasts float32 numbers, and limits numbers beyond the range of half.
 
     The limit is no rounding, so no switch turns the limit off.
@@ -335,32 +364,34 @@ def _spread(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     return [_Half(exact, run.switch(eqn, BORDER), is_cast=True)]
 
 
-def _weight_matmul(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+def _run_weight_matmul(
+    run: _Switched, eqn: Eqn, values: Sequence[Any]
+) -> Sequence[Any]:
     """Runs a matmul that rounds its factors itself."""
     switch = run.switch(eqn, OPERAND)
     factors = [run.operand(x, switch) for x in values[:2]]
     own = ("of", "half", "dtype")
     params = {name: x for name, x in eqn.params.items() if name not in own}
     params["preferred_element_type"] = jnp.dtype(jnp.float32)
-    y = eqn.params["of"].bind(*factors, *map(run.settled, values[2:]), **params)
-    return run.given(eqn, [y], run.switch(eqn, RESULT))
+    y = eqn.params["of"].bind(*factors, *map(run.in_float32, values[2:]), **params)
+    return run.as_results(eqn, [y], run.switch(eqn, RESULT))
 
 
-def _fp8_dot(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+def _run_fp8_dot(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     """Runs a matmul that rounds its factors to 8-bit floats."""
-    numbers, switch = eqn.params["dimension_numbers"], run.switch(eqn, OPERAND)
+    numbers = eqn.params["dimension_numbers"]
+    switch = run.switch(eqn, OPERAND)
     factors = []
     for value, format_, batch in zip(
         values, eqn.params["formats"], numbers[1], strict=True
     ):
-        is_cast = isinstance(value, _Half) and value.is_cast
-        x = value.exact if is_cast else run.settled(value)
+        x = run.before_cast(value)
         axes = [axis for axis in range(x.ndim) if axis not in batch]
         e = scale_exponent(x, format_, axes)
         copy = quantize(x, e, format_).astype(jnp.float32) * power_of_two(e, x.dtype)
         factors.append(jnp.where(switch, copy, x))
     y = jax.lax.dot_general(factors[0], factors[1], numbers)
-    return run.given(eqn, [y], run.switch(eqn, RESULT))
+    return run.as_results(eqn, [y], run.switch(eqn, RESULT))
 
 
 # --- equations with bodies -----------------------------------------------------------
@@ -369,14 +400,14 @@ def _fp8_dot(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
 # several devices. Inside of the body they are `_Half` again.
 
 
-def _call(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+def _run_call(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     """Runs the equations of a call in its place."""
     (body,) = bodies(eqn)
     count = len(open_jaxpr(body)[0].invars)
     return run.inside(eqn).evaluate(body, values[len(values) - count :])
 
 
-def _in_body(run: _Switched, eqn: Eqn, body: Jaxpr, operands: Arrays) -> list[Array]:
+def _run_body(run: _Switched, eqn: Eqn, body: Jaxpr, operands: Arrays) -> list[Array]:
     """Runs a body for float32 arrays, and returns float32 arrays with strong types."""
     inputs = open_jaxpr(body)[0].invars
     values = [
@@ -384,15 +415,15 @@ def _in_body(run: _Switched, eqn: Eqn, body: Jaxpr, operands: Arrays) -> list[Ar
         for x, v in zip(operands, inputs, strict=True)
     ]
     outs = run.inside(eqn).evaluate(body, values)
-    return [_tree.with_weak_type(jnp.asarray(run.settled(x)), False) for x in outs]
+    return [_tree.with_weak_type(jnp.asarray(run.in_float32(x)), False) for x in outs]
 
 
-def _scan(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
-    settled = [run.settled(x) for x in values]
-    consts, init, xs = split_list(settled, *_compat.scan_counts(eqn))
+def _run_scan(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    operands = [run.in_float32(x) for x in values]
+    consts, init, xs = split_list(operands, *_compat.scan_counts(eqn))
 
     def step(carry: Arrays, slices: Arrays) -> Any:
-        found = _in_body(run, eqn, eqn.params["jaxpr"], (*consts, *carry, *slices))
+        found = _run_body(run, eqn, eqn.params["jaxpr"], (*consts, *carry, *slices))
         after, ys = split_list(found, len(init))
         return tuple(after), tuple(ys)
 
@@ -400,39 +431,40 @@ def _scan(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     first = tuple(_tree.with_weak_type(jnp.asarray(x), False) for x in init)
     options = _compat.scan_options(eqn)
     carry, ys = jax.lax.scan(step, first, tuple(xs), **options)
-    return run.given(eqn, [*carry, *ys], None)
+    return run.as_results(eqn, [*carry, *ys], None)
 
 
-def _cond(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
-    index, *operands = (run.settled(x) for x in values)
+def _run_cond(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    index, *operands = (run.in_float32(x) for x in values)
     branches = [
-        lambda *xs, body=body: _in_body(run, eqn, body, xs) for body in bodies(eqn)
+        lambda *xs, body=body: _run_body(run, eqn, body, xs) for body in bodies(eqn)
     ]
-    return run.given(eqn, jax.lax.switch(index, branches, *operands), None)
+    return run.as_results(eqn, jax.lax.switch(index, branches, *operands), None)
 
 
-def _while(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+def _run_while(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     params = eqn.params
-    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+    condition = params["cond_jaxpr"]
+    body = params["body_jaxpr"]
     if open_jaxpr(condition)[0].outvars[0].aval.shape:  # under `vmap`
-        return _as_written(run, eqn, values)
+        return _run_as_written(run, eqn, values)
     sizes = params["cond_nconsts"], params["body_nconsts"]
-    settled = [run.settled(x) for x in values]
-    for_condition, for_body, init = split_list(settled, *sizes)
+    operands = [run.in_float32(x) for x in values]
+    for_condition, for_body, init = split_list(operands, *sizes)
     outs = jax.lax.while_loop(
-        lambda state: _in_body(run, eqn, condition, (*for_condition, *state))[0],
-        lambda state: _in_body(run, eqn, body, (*for_body, *state)),
+        lambda state: _run_body(run, eqn, condition, (*for_condition, *state))[0],
+        lambda state: _run_body(run, eqn, body, (*for_body, *state)),
         [_tree.with_weak_type(jnp.asarray(x), False) for x in init],
     )
-    return run.given(eqn, outs, None)
+    return run.as_results(eqn, outs, None)
 
 
-def _shard_map(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+def _run_shard_map(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     params = eqn.params
 
     def body(switches: Array, *xs: Array) -> tuple[Array, ...]:
         own = run._replace(switches=switches)
-        return tuple(_in_body(own, eqn, params["jaxpr"], xs))
+        return tuple(_run_body(own, eqn, params["jaxpr"], xs))
 
     outs = jax.shard_map(
         body,
@@ -441,22 +473,22 @@ def _shard_map(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]
         out_specs=tuple(params["out_specs"]),
         check_vma=params["check_vma"],
         axis_names=set(params["newly_manual_axes"]),
-    )(run.switches, *(run.settled(x) for x in values))
-    return run.given(eqn, outs, None)
+    )(run.switches, *(run.in_float32(x) for x in values))
+    return run.as_results(eqn, outs, None)
 
 
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(CALLS, _call),
-    "scan": _scan,
-    "cond": _cond,
-    "while": _while,
-    "shard_map": _shard_map,
+    **dict.fromkeys(CALLS, _run_call),
+    "scan": _run_scan,
+    "cond": _run_cond,
+    "while": _run_while,
+    "shard_map": _run_shard_map,
     # A `reduce_precision` of half precision is to the digits of that dtype: a copy.
-    "reduce_precision": _copies,
-    "flax_amp_copies": _copies,
-    "flax_amp_stored": _copies,
-    "flax_amp_spread": _spread,
-    "flax_amp_weight_matmul": _weight_matmul,
-    "flax_amp_fp8_dot": _fp8_dot,
-    "bitcast_convert_type": _as_written,
+    "reduce_precision": _run_copies,
+    "flax_amp_copies": _run_copies,
+    "flax_amp_stored": _run_copies,
+    "flax_amp_spread": _run_spread,
+    "flax_amp_weight_matmul": _run_weight_matmul,
+    "flax_amp_fp8_dot": _run_fp8_dot,
+    "bitcast_convert_type": _run_as_written,
 }

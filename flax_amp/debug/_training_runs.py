@@ -28,6 +28,7 @@ from flax import nnx
 
 from flax_amp import _tree
 from flax_amp._checks import describe
+from flax_amp._compat import Array
 from flax_amp._training.nnx_step import make_nnx_train_step
 from flax_amp._training.optimizer import AmpOptimizer
 from flax_amp._training.scaler import first_scaler
@@ -92,10 +93,12 @@ class Run:
 # --- states and models ---------------------------------------------------------------
 
 
-class _Trained(Protocol):
+class _Session(Protocol):
     """A state or a model with its optimizer, and the step that trains them."""
 
-    held: Any  # the state or the objects that `flax_amp.checkpoint` saves and restores
+    # The state, or the pair of a model and its optimizer: `flax_amp.checkpoint` saves
+    # and restores both kinds.
+    trained: Any
 
     def begin(self, made: Any) -> None:
         """Begins a run with copies of the arrays in `made`, a result of `make`."""
@@ -114,7 +117,7 @@ class _Trained(Protocol):
         """Replaces the arrays of `weights()` by copies of the given arrays."""
 
 
-class _State:
+class _StateSession:
     """An `AmpTrainState` that trains."""
 
     def __init__(self, made: AmpTrainState, step: Any):
@@ -122,60 +125,62 @@ class _State:
         # `optax.adamw(...)`. Functions are static, so a step would be compiled again
         # for new functions. With the structure of the first call, the step is compiled
         # once.
-        self._structure, self._step = jax.tree.structure(made), step
-        self.held: Any = None
+        self._structure = jax.tree.structure(made)
+        self._step = step
+        self.trained: Any = None
 
     def begin(self, made: AmpTrainState) -> None:
-        self.held = None  # frees memory for the copies
+        self.trained = None  # frees memory for the copies
         leaves = [_tree.own(leaf) for leaf in jax.tree.leaves(made)]
-        self.held = jax.tree.unflatten(self._structure, leaves)
+        self.trained = jax.tree.unflatten(self._structure, leaves)
 
     def step(self, batch: Any) -> dict[str, Any]:
-        self.held, metrics = self._step(self.held, batch)
+        self.trained, metrics = self._step(self.trained, batch)
         return metrics  # type: ignore[no-any-return]
 
     def lower(self, batch: Any) -> Any:
-        return self._step.lower(self.held, batch)
+        return self._step.lower(self.trained, batch)
 
     def shown(self) -> Any:
-        return self.held
+        return self.trained
 
     def weights(self) -> Any:
-        return {"params": self.held.params, "variables": self.held.variables}
+        return {"params": self.trained.params, "variables": self.trained.variables}
 
     def put(self, weights: Any) -> None:
-        self.held = self.held.replace(**jax.tree.map(_tree.own, weights))
+        self.trained = self.trained.replace(**jax.tree.map(_tree.own, weights))
 
 
-class _Objects:
+class _ObjectsSession:
     """A model of NNX that trains, with its optimizer."""
 
     def __init__(self, made: Any, step: Any):
-        self._graphdef, self._step = nnx.graphdef(made), step  # as in `_State`
-        self.held: Any = None
+        self._graphdef = nnx.graphdef(made)  # of the first call, as in `_StateSession`
+        self._step = step
+        self.trained: Any = None
 
     def begin(self, made: Any) -> None:
-        self.held = None
+        self.trained = None
         arrays = jax.tree.map(_tree.own, nnx.state(made))
-        self.held = nnx.merge(self._graphdef, arrays)
+        self.trained = nnx.merge(self._graphdef, arrays)
 
     def step(self, batch: Any) -> dict[str, Any]:
-        return self._step(*self.held, batch)  # type: ignore[no-any-return]
+        return self._step(*self.trained, batch)  # type: ignore[no-any-return]
 
     def lower(self, batch: Any) -> Any:
-        return self._step.lower(*self.held, batch)
+        return self._step.lower(*self.trained, batch)
 
     def shown(self) -> Any:
         # A copy, because `eval()` would change the model that trains.
-        model = nnx.clone(self.held[0])
+        model = nnx.clone(self.trained[0])
         model.eval()
         return model
 
     def weights(self) -> Any:
-        return nnx.state(self.held[0])
+        return nnx.state(self.trained[0])
 
     def put(self, weights: Any) -> None:
-        nnx.update(self.held[0], jax.tree.map(_tree.own, weights))
+        nnx.update(self.trained[0], jax.tree.map(_tree.own, weights))
 
 
 def check_made(made: Any, call: str) -> Any:
@@ -236,7 +241,8 @@ def _fingerprint(tree: Any) -> int:
     """Returns a CRC-32 of all arrays and numbers of a tree."""
     crc = 0
     for leaf in jax.tree.leaves(tree):
-        leaf = jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
+        if _tree.is_key(leaf):
+            leaf = jax.random.key_data(leaf)
         if _tree.is_numeric(leaf):
             crc = zlib.crc32(np.asarray(leaf).tobytes(), crc)
     return crc
@@ -262,19 +268,20 @@ class Trainer:
     ):
         rest = dict(options)
         self.name = name
-        self._plan, self._store = plan, store
+        self._plan = plan
+        self._store = store
         self.make: Callable[[int], Any] | None = rest.pop("make", None)
         self._loss_fn = rest.pop("loss_fn", plan.loss_fn)
         word = rest.pop("precision", None)
-        told = f"compare_training: precision of {name!r}"
-        self._word = None if word is None else long_word(word, told)
+        where = f"compare_training: precision of {name!r}"
+        self._word = None if word is None else long_word(word, where)
         self._options = rest
-        self._trained: _Trained | None = None
+        self._session: _Session | None = None
         self._temp_mb: float | None = None
         # A stored run is used if the name, the precision and the options are the same
         # now as when the run was stored.
-        told_options = {k: _plain(v) for k, v in options.items() if k != "precision"}
-        self._asked = {"name": name, "precision": self._word, "options": told_options}
+        plain = {k: _plain(v) for k, v in options.items() if k != "precision"}
+        self._asked = {"name": name, "precision": self._word, "options": plain}
 
     def run(self, seed: int, make: Callable[[], Any], reference: "Reference") -> Run:
         """Returns a run, which is trained unless the whole run is stored already.
@@ -293,22 +300,22 @@ class Trainer:
             self._store.finish(self.name, seed, self._asked, run)
         return run
 
-    def begin(self, made: Any) -> _Trained:
+    def begin(self, made: Any) -> _Session:
         """Begins to train with copies of the arrays in `made`, a result of `make`."""
         made = _in_precision(made, self._word)
-        if self._trained is None:
-            self._trained = self._with_step(made)
-        self._trained.begin(made)
-        return self._trained
+        if self._session is None:
+            self._session = self._with_step(made)
+        self._session.begin(made)
+        return self._session
 
-    def _with_step(self, made: Any) -> _Trained:
+    def _with_step(self, made: Any) -> _Session:
         options = dict(self._options)
         if isinstance(made, AmpTrainState):
-            return _State(made, self._made_step(make_train_step, options))
+            return _StateSession(made, self._made_step(make_train_step, options))
         # An `nnx.Optimizer` that is no `AmpOptimizer` has no precision of its own.
         if not isinstance(made[1], AmpOptimizer):
             options["precision"] = self._word
-        return _Objects(made, self._made_step(make_nnx_train_step, options))
+        return _ObjectsSession(made, self._made_step(make_nnx_train_step, options))
 
     def _made_step(self, maker: Callable[..., Any], options: dict[str, Any]) -> Any:
         names = inspect.signature(maker).parameters
@@ -322,13 +329,14 @@ class Trainer:
 
     def _batches(self, seed: int) -> Iterator[Any]:
         """Yields the batches of a run; raises a ValueError if there are too few."""
-        steps, count = self._plan.steps, 0
+        steps = self._plan.steps
+        count = 0
         for batch in itertools.islice(self._plan.batches(seed), steps):
             yield batch
             count += 1
         raise ValueError(
             f"compare_training: batches({seed}) ended after {count} batches; expected "
-            f"{steps}, one for each step. Return an iterable that is begun anew by "
+            f"{steps}, a batch for each step. Return an iterable that is begun anew by "
             "each call and repeats the data, or ask for fewer steps."
         )
 
@@ -336,7 +344,8 @@ class Trainer:
         self, seed: int, made: Any, run: Run | None, reference: "Reference"
     ) -> Run:
         """Trains a run, or the remaining parts of a stored run."""
-        trained, evaluate = self.begin(made), self._plan.evaluate
+        session = self.begin(made)
+        evaluate = self._plan.evaluate
         batches = self._batches(seed)
         first = next(batches)
         began = Run(_fingerprint(_first_arrays(made)), _fingerprint(first))
@@ -345,22 +354,22 @@ class Trainer:
         run = run or began
         if self._temp_mb is None:
             # The calls of the step use this compiled step: nothing is compiled twice.
-            memory = trained.lower(first).compile().memory_analysis()
+            memory = session.lower(first).compile().memory_analysis()
             self._temp_mb = None if memory is None else memory.temp_size_in_bytes / 1e6
         run.temp_mb = self._temp_mb
         is_reference = reference.trainer is self
         if evaluate and is_reference:
-            run.untrained = _evaluated(evaluate, trained.shown())
+            run.untrained = _evaluated(evaluate, session.shown())
         tail: collections.deque[Any] = collections.deque(maxlen=self._plan.tail)
         with contextlib.ExitStack() as stack:
             manager: Any = None
             if self._store:
                 manager = stack.enter_context(self._store.manager(self.name, seed))
-                self._store.resume(manager, trained, run, self._plan.parts)
+                self._store.resume(manager, session, run, self._plan.parts)
             stream = _kept(itertools.chain([first], batches), tail)
-            self._train_parts(trained, seed, stream, run, manager)
-        weights = trained.weights()
-        trained.held = None  # frees memory for the next run
+            self._train_parts(session, seed, stream, run, manager)
+        weights = session.weights()
+        session.trained = None  # frees memory for the next run
         parts = max(1, len(run.curve) // _TAIL)
         if sum(run.skipped[-parts:]) == sum(self._plan.parts[-parts:]):
             # All steps of the last parts were skipped: the run trains no longer.
@@ -376,14 +385,15 @@ class Trainer:
 
     def _train_parts(
         self,
-        trained: _Trained,
+        session: _Session,
         seed: int,
         batches: Iterator[Any],
         run: Run,
         manager: Any,
     ) -> None:
         """Trains the parts that a run lacks, and saves the state from time to time."""
-        resumed, saved = len(run.curve), time.monotonic()
+        resumed = len(run.curve)
+        saved = time.monotonic()
         for part, steps in enumerate(self._plan.parts):
             now = itertools.islice(batches, steps)
             if part < resumed:
@@ -391,9 +401,9 @@ class Trainer:
                     self._tick(seed)
                 continue
             if manager and part > resumed and time.monotonic() - saved >= SAVE_EVERY_S:
-                self._save(trained, seed, run, manager)
+                self._save(session, seed, run, manager)
                 saved = time.monotonic()
-            self._train_part(trained, seed, now, run)
+            self._train_part(session, seed, now, run)
             if part == resumed:
                 run.step_ms[-1] = None
 
@@ -401,29 +411,32 @@ class Trainer:
         self._plan.tick(f"{self.name}, seed {seed}", steps)
 
     def _train_part(
-        self, trained: _Trained, seed: int, batches: Iterator[Any], run: Run
+        self, session: _Session, seed: int, batches: Iterator[Any], run: Run
     ) -> None:
         evaluate = self._plan.evaluate
-        told: list[dict[str, Any]] = []
+        metrics: list[dict[str, Any]] = []
         began = time.perf_counter()
         for batch in batches:
-            metrics = trained.step(batch)
+            of_step = session.step(batch)
             names = ("loss", "grads_finite", "scaler")
-            told.append({name: metrics[name] for name in names})
+            metrics.append({name: of_step[name] for name in names})
             self._tick(seed)
-        told = jax.device_get(told)  # waits for the device, so that the time is right
-        run.step_ms.append(1e3 * (time.perf_counter() - began) / len(told))
-        loss = statistics.fmean(float(x["loss"]) for x in told)
-        run.curve.append(_evaluated(evaluate, trained.shown()) if evaluate else loss)
-        run.skipped.append(sum(not x["grads_finite"] for x in told))
-        run.scales.append(float(told[-1]["scaler"]))
+        # This waits for the device, so that the time is right.
+        metrics = jax.device_get(metrics)
+        run.step_ms.append(1e3 * (time.perf_counter() - began) / len(metrics))
+        if evaluate:
+            run.curve.append(_evaluated(evaluate, session.shown()))
+        else:
+            run.curve.append(statistics.fmean(float(x["loss"]) for x in metrics))
+        run.skipped.append(sum(not x["grads_finite"] for x in metrics))
+        run.scales.append(float(metrics[-1]["scaler"]))
 
-    def _save(self, trained: _Trained, seed: int, run: Run, manager: Any) -> None:
+    def _save(self, session: _Session, seed: int, run: Run, manager: Any) -> None:
         from flax_amp import checkpoint
 
         assert self._store
         self._store.write(self.name, seed, self._asked, run)
-        checkpoint.save(manager, trained.held, force=True)
+        checkpoint.save(manager, session.trained, force=True)
 
 
 class Reference:
@@ -435,7 +448,8 @@ class Reference:
     """
 
     def __init__(self, trainer: Trainer, make: Callable[[], Any]):
-        self.trainer, self._make = trainer, make
+        self.trainer = trainer
+        self._make = make
 
     def loss(self, name: str, weights: Any, batches: Iterable[Any]) -> float:
         """Returns the mean loss of a model over some batches."""
@@ -445,17 +459,18 @@ class Reference:
             # The step of the reference is compiled already. Its loss is from before the
             # update, and the trained state is not used: each step begins with new
             # copies.
-            trained = self.trainer.begin(made)
-            weights = _cast_up_as(trained.weights(), weights)
-            if _shapes(trained.weights()) != _shapes(weights):
+            session = self.trainer.begin(made)
+            weights = _cast_up_as(session.weights(), weights)
+            if _shapes(session.weights()) != _shapes(weights):
                 raise ValueError(
                     f"compare_training: {name!r} trains other parameters than "
                     f"{self.trainer.name!r}, whose loss measures both; expected the "
-                    "same shapes and names. Pass evaluate=, which is called with each."
+                    "same shapes and names. Pass evaluate=, which is called with each "
+                    "model."
                 )
-            trained.put(weights)
-            losses.append(trained.step(batch)["loss"])
-            trained.held = None
+            session.put(weights)
+            losses.append(session.step(batch)["loss"])
+            session.trained = None
         return statistics.fmean(map(float, losses))
 
 
@@ -463,11 +478,13 @@ def _cast_up_as(wanted: Any, weights: Any) -> Any:
     """Casts bfloat16 weights to float32, except where `wanted` is in half precision."""
     if _shapes(wanted)[0] != _shapes(weights)[0]:
         return weights
-    return jax.tree.map(
-        lambda like, x: x if _tree.is_half(like) else _tree.float32_if_bfloat16(x),
-        wanted,
-        weights,
-    )
+
+    def cast(like: Array, x: Array) -> Array:
+        if _tree.is_half(like):
+            return x
+        return _tree.float32_if_bfloat16(x)
+
+    return jax.tree.map(cast, wanted, weights)
 
 
 def _shapes(tree: Any) -> tuple[Any, Any]:
@@ -561,23 +578,25 @@ class Store:
         return checkpoint.manager(self._path(name, seed), max_to_keep=1)
 
     def resume(
-        self, manager: Any, trained: _Trained, run: Run, parts: list[int]
+        self, manager: Any, session: _Session, run: Run, parts: list[int]
     ) -> None:
         """Continues with the newest checkpoint of a run, if a checkpoint exists."""
         from flax_amp import checkpoint
 
         # `make` may have restored a state that had trained before: the steps of the run
         # count from there.
-        first = _step_of(trained.held)
+        first = _step_of(session.trained)
         if manager.latest_step() is not None:
-            trained.held = checkpoint.restore(manager, trained.held)
+            session.trained = checkpoint.restore(manager, session.trained)
         ends = [0, *itertools.accumulate(parts)]
-        run.cut(ends.index(_step_of(trained.held) - first))
+        run.cut(ends.index(_step_of(session.trained) - first))
 
 
-def _step_of(held: Any) -> int:
-    step = held.step if isinstance(held, AmpTrainState) else held[1].step[...]
-    return int(np.asarray(step))
+def _step_of(trained: Any) -> int:
+    if isinstance(trained, AmpTrainState):
+        return int(np.asarray(trained.step))
+    _, optimizer = trained
+    return int(np.asarray(optimizer.step[...]))
 
 
 def _plain(option: Any) -> bool | int | float | str | None:

@@ -51,12 +51,13 @@ class Trials:
     """Runs the loss of a call, which is traced once."""
 
     def __init__(self, call: Call):
-        self._call, self.traced = call, call.trace_loss()
+        self._call = call
+        self.traced = call.trace_loss()
 
     @property
     def half(self) -> DType:
         """The dtype of half precision."""
-        return self._call.asked.dtype
+        return self._call.request.dtype
 
     @functools.cached_property
     def exact(self) -> Trial:
@@ -73,13 +74,13 @@ class Trials:
           entries: the policy for the rest; by default the policy of the call.
           value: the value of the parts in the policy, such as `use_float32_result`.
         """
-        entries = self._call.asked.entries if entries is None else entries
+        if entries is None:
+            entries = self._call.request.entries
         policy = Policy({**entries, **dict.fromkeys(keys_of(parts), value)})
         forced = None
         if value is not jnp.float32:
             forced = Decision(value, KeyKind.SCOPE, "of a line")
-        half, lines = self._call.asked.dtype, lines_of(parts)
-        choose = _LineChooser(policy, half, lines, forced)
+        choose = _LineChooser(policy, self.half, lines_of(parts), forced)
         return self.traced._replace(choose=choose)
 
     def run(
@@ -90,9 +91,10 @@ class Trials:
         value: Any = jnp.float32,
     ) -> Trial:
         """Runs the program of `with_float32`, with a scale of the loss."""
-        emit, recorder = self.with_float32(parts, entries, value).emit, Recorder()
-        asked = self._call.asked
-        options = asked.recompute, recorder, asked.reduce_in_float32
+        emit = self.with_float32(parts, entries, value).emit
+        recorder = Recorder()
+        request = self._call.request
+        options = request.recompute, recorder, request.reduce_in_float32
         return self._step(lambda x: emit(x, *options), recorder, scale)
 
     def parts(self) -> list[Part]:
@@ -121,8 +123,8 @@ class Trials:
         in the backward pass: without recomputation, the roundings are the same, and the
         program compiles in three quarters of the time.
         """
-        asked = self._call.asked
-        options = False, None, asked.reduce_in_float32
+        request = self._call.request
+        options = False, None, request.reduce_in_float32
         step = self._gradients(lambda x: self.traced.emit(x, *options))
 
         def run(scale: Array, *arrays: Array) -> list[Array]:
@@ -193,12 +195,14 @@ def fewest(
     come first in the list and are left out first, so that a module inside is found
     rather than the module around.
     """
-    size, runs = len(parts), 0
+    size = len(parts)
+    runs = 0
     while size > 1:
         size = (size + 1) // 2
         for some in [parts[i : i + size] for i in range(0, len(parts), size)]:
             rest = [part for part in parts if part not in some]
             if rest and runs < _MAX_RUNS:
                 runs += 1
-                parts = rest if is_enough(rest) else parts
+                if is_enough(rest):
+                    parts = rest
     return parts

@@ -394,15 +394,15 @@ def test_a_run_that_is_stopped_continues_with_the_same_bits(
 def test_a_resumed_run_begins_at_its_checkpoint(tmp_path, monkeypatch, settle):
     monkeypatch.setattr(_training_runs, "SAVE_EVERY_S", 0.0)
     steps = []
-    step = _training_runs._State.step
+    step = _training_runs._StateSession.step
 
     def counted(self, batch):
-        steps.append(int(self.held.step))
+        steps.append(int(self.trained.step))
         if len(steps) == 6 + 2 + 5:  # float32, its two ends, float16
             raise KeyboardInterrupt
         return step(self, batch)
 
-    monkeypatch.setattr(_training_runs._State, "step", counted)
+    monkeypatch.setattr(_training_runs._StateSession, "step", counted)
     options = dict(seeds=2, steps=6, precisions=["16-mixed"], directory=tmp_path)
     with pytest.raises(KeyboardInterrupt):
         compare_training(make, loss_fn, batches, **options)
@@ -508,7 +508,7 @@ ERRORS = {
     "a string": (dict(precisions="bf16-mixed"), "expected a sequence of words"),
     "a word": (dict(precisions=["bf8"]), "precision of 'bf8'"),
     "twice": (dict(precisions=["32-true"]), "32-true is compared with itself or twice"),
-    "precision": (dict(precision="bf16-mixed"), "expected precisions=, all of them"),
+    "precision": (dict(precision="bf16-mixed"), "expected precisions=, all precisions"),
     "tolerance": (dict(tolerance=-1.0), "tolerance=-1.0; expected a number of at leas"),
     "make": (dict(make=params_of), "returned a dict; expected an AmpTrainState, or a"),
     "few batches": (

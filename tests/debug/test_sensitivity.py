@@ -12,7 +12,7 @@ from jax import lax
 import flax_amp
 from debug._nets import WIDTH, of_nnx
 from flax_amp import compare_precision
-from flax_amp.debug._call import Asked, Call
+from flax_amp.debug._call import Call, Request
 from flax_amp.debug._sensitivity import ALL, KINDS, RESULT, Roundings
 from flax_amp.debug._trial import Part, Trials
 
@@ -108,7 +108,7 @@ PLANTED = {
 
 def asked(loss, *args, scale=1.0, **options):
     """The trials of a call, its parts, and their roundings."""
-    call = Call(Asked.read("compare_precision", loss, (), **options), args, {})
+    call = Call(Request.read("compare_precision", loss, (), **options), args, {})
     trials = Trials(call)
     parts = trials.parts()
     return trials, parts, Roundings(trials, parts, scale)
