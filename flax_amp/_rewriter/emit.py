@@ -211,12 +211,12 @@ class _Run:
         with _source.equation_context(node.eqn):
             # Few frames, because calls may be nested deeply.
             emit = _EMIT[node.way]
-            operands, results, reason = emit(self, node)
-            results = self._write(node, results)
+            operands, emitted, reason = emit(self, node)
+            results = self._write(node, emitted)
         if record is not None:
             why = node.choice._replace(
                 reason=reason,
-                result=_what_became(node, self.plan, results),
+                result=_what_became(node, self.plan, emitted, results),
                 plan=self.plan,
                 is_in_fp8=_is_in_fp8(node, reason),
             )
@@ -560,15 +560,17 @@ def _is_in_fp8(node: Node, reason: str) -> bool | None:
     return reason == _IN_FP8
 
 
-def _what_became(node: Node, plan: Plan, results: Arrays) -> str:
+def _what_became(node: Node, plan: Plan, emitted: Arrays, results: Arrays) -> str:
     """Says in which dtype the first result of an equation is, and why.
 
-    Of a scan with matmuls, the text has the dtypes of all results.
+    Of a scan with matmuls, the text has the dtypes of all results as the scan emits
+    them: a float32 carry stays float32 in the loop, also if a matmul behind the loop
+    reads the last carry rounded.
     """
     eqn = node.eqn
     if eqn.primitive.name == "scan" and node.has_matmul:
         _, count = _compat.scan_counts(eqn)
-        dtypes = [str(x.dtype) for x in results]
+        dtypes = [str(x.dtype) for x in emitted]
         carried, stacked = (
             ", ".join(dict.fromkeys(x)) for x in split_list(dtypes, count)
         )

@@ -213,10 +213,12 @@ RESULTS = {
         "carries float32, stacks bfloat16",
     ),
     "a state that a matmul reads behind the loop": (
-        lambda x, w: jax.lax.scan(
-            lambda h, y: (jnp.tanh(h @ w + y), None), x, jnp.stack([x, x])
-        )[0]
-        @ w,
+        lambda x, w: (
+            jax.lax.scan(
+                lambda h, y: (jnp.tanh(h @ w + y), None), x, jnp.stack([x, x])
+            )[0]
+            @ w
+        ),
         "scan",
         "float32",
         "carries float32, stacks nothing",
