@@ -54,7 +54,7 @@ def axes_of(axis_name: AxisName) -> tuple[Hashable, ...]:
 
 def check_options(given: Options) -> Options:
     """Checks options; returns them with a long word and with counts as ints."""
-    caller, word = given.caller, given.precision
+    caller = given.caller
     expected = "a function of (params, batch, *args), or of (model, ...) for NNX."
     check_type(given.loss_fn, Callable, f"{caller}: the function", expected)
     expected = "a function of (state, grads, updates), or of (model, ...) for NNX."
@@ -63,18 +63,22 @@ def check_options(given: Options) -> Options:
     check_flags(caller, **flags)
     Policy(given.amp_policy)  # a wrong policy fails where the step is made
     names = [x for x in ("precision", "amp_policy") if getattr(given, x) is not None]
-    names += ["reduce_in_float32"] if given.reduce_in_float32 else []
+    if given.reduce_in_float32:
+        names.append("reduce_in_float32")
     if names and is_rewritten(given.loss_fn):
         raise ValueError(
             f"{given.loss_name} is amp(...) already, and {', '.join(names)} is given; "
-            "expected one of them. Pass the option to amp."
+            "expected no option beside amp(...). Pass the option to amp."
         )
-    redo, parts = given.redo_on_nan, given.accum_steps
-    seen = f"{caller}: redo_on_nan={redo!r}", f"{caller}: accum_steps={parts!r}"
+    precision = given.precision
+    if precision is not None:
+        precision = long_word(precision, f"{caller}: precision")
+    seen = f"{caller}: redo_on_nan={given.redo_on_nan!r}"
+    retries = check_count(given.redo_on_nan, seen, "of retries", 0)
+    seen = f"{caller}: accum_steps={given.accum_steps!r}"
+    micro_batches = check_count(given.accum_steps, seen, "of micro-batches")
     return given._replace(
-        precision=None if word is None else long_word(word, f"{caller}: precision"),
-        redo_on_nan=check_count(redo, seen[0], "of retries", 0),
-        accum_steps=check_count(parts, seen[1], "of micro-batches"),
+        precision=precision, redo_on_nan=retries, accum_steps=micro_batches
     )
 
 
@@ -85,32 +89,34 @@ def check_flags(caller: str, **flags: Any) -> None:
 
 
 def check_params(
-    params: PyTree, caller: str, stays: PyTree, *, may_be_half: bool = False
+    params: PyTree, caller: str, unchanged: PyTree, *, may_be_half: bool = False
 ) -> None:
     """Raises a ValueError that names parameters of a wrong dtype.
 
-    `stays` is a tree of flags: True for a parameter that no step changes. Such a
+    `unchanged` is a tree of flags: True for a parameter that no step changes. Such a
     parameter may be in half precision. With `may_be_half` all parameters may be
     bfloat16, because the optimizer rounds their updates.
     """
     right = [jnp.float32, jnp.complex64] + [jnp.bfloat16] * may_be_half
     leaves = tree_leaves_with_path(params)
+    flags = jax.tree.leaves(unchanged)
     if wrong := [
         f"{keystr(path)}: {leaf.dtype}"
-        for (path, leaf), stays in zip(leaves, jax.tree.leaves(stays), strict=True)
+        for (path, leaf), is_unchanged in zip(leaves, flags, strict=True)
         if _tree.is_key(leaf)
         or _tree.is_inexact_array(leaf)
         and leaf.dtype not in right
-        and not stays
+        and not is_unchanged
     ]:
         raise ValueError(
             f"{caller}: {len(wrong)} parameters that train are not float32: "
             f"{first_of(wrong)}; expected float32 master weights, which amp casts at "
             "each use. Make the model with param_dtype=jnp.float32. To store them in "
             "bfloat16, use AmpTrainState.create(param_dtype=jnp.bfloat16), or "
-            "flax_amp.optim.small_state for an optimizer of NNX. To leave some in "
-            "bfloat16 or float16 as they are, select others with wrt=, or give them "
-            "optax.set_to_zero() in an optax.multi_transform."
+            "flax_amp.optim.small_state for an optimizer of NNX. To leave some "
+            "parameters in bfloat16 or float16 as they are, select other parameters "
+            "with wrt=, or give these parameters optax.set_to_zero() in an "
+            "optax.multi_transform."
         )
 
 
@@ -119,7 +125,7 @@ def check_selection(params: PyTree, wrt: Any, caller: str) -> None:
     if not tree_leaves_with_path(params):
         raise ValueError(
             f"{caller}: {wrt=} selects no variable of the model; expected a filter for "
-            "the parameters to train. nnx.state(model) shows what there is."
+            "the parameters to train. nnx.state(model) shows the variables."
         )
 
 
@@ -139,7 +145,7 @@ def check_leaves(tree: PyTree, caller: str, name: str) -> None:
     if foreign := first_foreign(tree, name):
         raise TypeError(
             f"{caller}: {foreign}; expected arrays and numbers: a compiled step "
-            "returns nothing else. Leave it out."
+            "returns nothing else. Leave this value out."
         )
 
 

@@ -25,8 +25,8 @@ from flax_amp._training.loss import LossOutput, fold_in, merge_metrics
 from flax_amp._training.loss_checks import observed_loss
 from flax_amp._training.optimizer import (
     collect_hyperparams,
-    counted,
     naming_missing_arguments,
+    next_counters,
 )
 from flax_amp._training.passes import (
     PassResult,
@@ -36,7 +36,7 @@ from flax_amp._training.passes import (
 )
 from flax_amp._training.scaler import Scaler, check_scaler, update_scaler
 from flax_amp._training.train_state import StateT
-from flax_amp._training.untrained import params_of_loss, untrained
+from flax_amp._training.untrained import params_of_loss, unchanged_flags
 from flax_amp.optim._skip_spikes import keep_counts, spiked, spikes_total
 from flax_amp.optim._small_state import rounds_parameters
 
@@ -45,8 +45,8 @@ class Judged(NamedTuple):
     """A pass, whether its numbers are finite, and the square norm of its gradients."""
 
     result: PassResult
-    forward: Array  # bool[]: the loss and its written arrays are finite
-    backward: Array  # bool[]: the gradients are finite
+    forward_finite: Array  # bool[]: the loss and its written arrays are finite
+    backward_finite: Array  # bool[]: the gradients are finite
     square_norm: Array | float = 0.0
 
 
@@ -54,9 +54,9 @@ def run_step(
     options: Options, state: StateT, batch: PyTree, *args: PyTree
 ) -> tuple[StateT, Metrics]:
     """Returns the state after one step, and its metrics."""
-    stays = untrained(state)
+    unchanged = unchanged_flags(state)
     may_be_half = rounds_parameters(state.opt_state)
-    check_params(state.params, "train_step", stays, may_be_half=may_be_half)
+    check_params(state.params, "train_step", unchanged, may_be_half=may_be_half)
     if not jnp.issubdtype(jnp.result_type(state.step), jnp.integer):
         raise TypeError(
             f"train_step: state.step is {describe(state.step)}; expected an integer, "
@@ -67,7 +67,7 @@ def run_step(
     # to float32 where a cast back follows. Parameters in half precision that no step
     # changes are not cast, and the loss is not differentiated with respect to them.
     loss_fn = observed_loss(options, state)
-    params = params_of_loss(state.params, stays)
+    params = params_of_loss(state.params, unchanged)
     inputs = params, state.variables, fold_in(state.rngs, state.step)
 
     def run(scaler: Scaler) -> Judged:
@@ -76,18 +76,19 @@ def run_step(
 
     scaler = check_scaler(state.scaler, "train_step: the scaler")
     scaler, judged = run_with_retries(run, scaler, options.redo_on_nan)
-    output, norm = judged.result.output, jnp.sqrt(judged.square_norm)
+    output = judged.result.output
+    norm = jnp.sqrt(judged.square_norm)
     grads = complete_grads(judged.result, params)
-    new = _update(options, state, output, grads, norm, stays)
+    new = _update(options, state, output, grads, norm, unchanged)
     measured: Metrics = {}
     if options.metrics_fn is not None:
-        after = params_of_loss(new.params, stays)
+        after = params_of_loss(new.params, unchanged)
         updates = jax.tree.map(jnp.subtract, after, params)
         measured = options.metrics_fn(state, grads, updates)
         seen = f"{options.caller}: the result of metrics_fn"
         check_type(measured, Mapping, seen, "a dict of metrics by name.")
         check_leaves(measured, options.caller, "metrics_fn")
-    is_finite = judged.forward & judged.backward
+    is_finite = judged.forward_finite & judged.backward_finite
     _check_update(options, state, new)
     is_kept, fallback = _decide(is_finite, new, state)
     selected = _select(is_kept, new, fallback)
@@ -109,26 +110,28 @@ def _update(
     output: LossOutput,
     grads: PyTree,
     norm: Array,
-    stays: PyTree,
+    unchanged: PyTree,
 ) -> StateT:
     """Returns the state after an update of the arrays that the loss has left.
 
     Parameters that no update changes are the same arrays in the new state. Otherwise
     XLA would have to add zeros to them, because `-0.0 + 0.0` is `0.0`.
     """
-    written = cast_like(output.written, state.params)
-    left = state.replace(params=_tree.combine(written, state.params))
+    new_params = cast_like(output.new_params, state.params)
+    left = state.replace(params=_tree.combine(new_params, state.params))
     # A subclass may have its own `apply_gradients`, as for an average of parameters.
     with naming_missing_arguments(options.caller):
         new = left.apply_gradients(
             grads=grads,
-            variables=_tree.combine(output.variables, state.variables),
+            variables=_tree.combine(output.new_variables, state.variables),
             finite=True,
             extra_args=dict(value=output.loss, loss=output.loss, grad_norm=norm),
         )
-    params = jax.tree.map(
-        lambda stays, old, new: old if stays else new, stays, left.params, new.params
-    )
+
+    def updated(is_unchanged: bool, old: Any, new: Any) -> Any:
+        return old if is_unchanged else new
+
+    params = jax.tree.map(updated, unchanged, left.params, new.params)
     return new.replace(params=params)
 
 
@@ -141,12 +144,12 @@ def judge_pass(result: PassResult, params: PyTree, variables: PyTree) -> Judged:
     # norm anyway. The square norm overflows where the squares of an optimizer would.
     square_norm = jnp.asarray(optax.tree.norm(result.grads, squared=True), jnp.float32)
     # The fp8 statistics of cotangents depend on the scale, as gradients do.
-    backward = _tree.all_finite((square_norm, result.overwrite))
+    backward_finite = _tree.all_finite((square_norm, result.overwrite))
     output = result.output
-    forward = _tree.all_finite(output.loss)
-    for new, old in (output.variables, variables), (output.written, params):
-        forward &= _tree.stays_finite(new, old)
-    return Judged(result, forward, backward, square_norm)
+    forward_finite = _tree.all_finite(output.loss)
+    for new, old in (output.new_variables, variables), (output.new_params, params):
+        forward_finite &= _tree.stays_finite(new, old)
+    return Judged(result, forward_finite, backward_finite, square_norm)
 
 
 def run_with_retries(
@@ -158,9 +161,12 @@ def run_with_retries(
     def attempt(scaler: Scaler) -> tuple[Scaler, Array, PyTree]:
         nonlocal static
         found = run(scaler)
-        new = update_scaler(scaler, found.backward, loss_finite=found.forward)
+        forward_finite = found.forward_finite
+        backward_finite = found.backward_finite
+        new = update_scaler(scaler, backward_finite, loss_finite=forward_finite)
         # At its lower limit the scale stays, and a retry would change nothing.
-        falls = found.forward & ~found.backward & (new["scaler"] < scaler["scaler"])
+        is_lower = new["scaler"] < scaler["scaler"]
+        falls = forward_finite & ~backward_finite & is_lower
         # A loop can carry arrays only. The remaining leaves are equal in every pass.
         arrays, static = _tree.partition(found, _tree.is_array)
         return new, falls, arrays
@@ -229,9 +235,10 @@ def _advance(
 
     Returns the state and the metrics that come from the state of the optimizer.
     """
-    opt_state, reported = new.opt_state, {}
+    opt_state = new.opt_state
+    reported: Metrics = {}
     if isinstance(opt_state, optax.ApplyIfFiniteState):
-        opt_state = opt_state._replace(**counted(old.opt_state, is_kept))
+        opt_state = opt_state._replace(**next_counters(old.opt_state, is_kept))
         reported["skipped_total"] = opt_state.total_notfinite
     new = new.replace(step=old.step + 1, scaler=scaler, opt_state=opt_state)
     if (total := spikes_total(opt_state)) is not None:

@@ -68,7 +68,10 @@ CALLS = frozenset(
 )
 # A `shard_map` runs its body once, too, on each device with a part of the operands.
 _CALLS_ON_PARTS = CALLS | {"shard_map"}
-_FLAT = frozenset("stop_gradient sign floor ceil round argmax argmin".split())
+# Primitives whose derivative is zero everywhere.
+_ZERO_DERIVATIVE = frozenset(
+    "stop_gradient sign floor ceil round argmax argmin".split()
+)
 _SUMS = frozenset("reduce_sum dot_general".split())
 # Primitives that return a total for totals and constants. Primitives that only change
 # the layout do so, too (`Trait.LAYOUT`).
@@ -77,7 +80,7 @@ _KEEPS_TOTAL = frozenset(
     psum_invariant""".split()
 )
 # Layout primitives that return no total: a stack of totals is not a single number.
-_JOINS = frozenset("concatenate stack".split())
+_STACKS = frozenset("concatenate stack".split())
 # Primitives that divide their result if their operands are divided. The primitives that
 # only change the layout do so, too (`Trait.LAYOUT`).
 _LINEAR = frozenset(
@@ -182,7 +185,7 @@ class Analysis:
             # `jnp.nanmean` counts its numbers by this comparison. The numbers of a
             # finite loss are never NaN, so their count depends on no parameter.
             on_parameters = OnParameters.NOT
-        elif name in _FLAT or not _is_inexact(result):
+        elif name in _ZERO_DERIVATIVE or not _is_inexact(result):
             on_parameters = min(on_parameters, OnParameters.BY_VALUE)
         varies = any(x.varies for x in operands) or name.startswith(_RANDOM)
         if name in _OVER_DEVICES and self._same_on:
@@ -207,7 +210,7 @@ class Analysis:
         by_index = Dependence(
             min(index.on_parameters, OnParameters.BY_VALUE), index.varies
         )
-        joined = [functools.reduce(_join, outs) for outs in zip(*found, strict=True)]
+        joined = [functools.reduce(_either, outs) for outs in zip(*found, strict=True)]
         return [
             x._replace(
                 on_parameters=max(x.on_parameters, by_index.on_parameters),
@@ -258,7 +261,7 @@ def _fixed_point(step: Any, init: Sequence[Dependence]) -> list[Dependence]:
     # to a derivative.
     while True:
         after = [_of_iterations(x, keeps_total=True) for x in step(carry)]
-        joined = [_join(x, y) for x, y in zip(carry, after, strict=True)]
+        joined = [_either(x, y) for x, y in zip(carry, after, strict=True)]
         if joined == carry:
             return carry
         carry = joined
@@ -272,7 +275,7 @@ def _of_iterations(x: Dependence, keeps_total: bool = False) -> Dependence:
     return x._replace(division=None, is_total=x.is_total and keeps_total)
 
 
-def _join(x: Dependence, y: Dependence) -> Dependence:
+def _either(x: Dependence, y: Dependence) -> Dependence:
     """Returns the dependence of a number that is either `x` or `y`."""
     return Dependence(
         max(x.on_parameters, y.on_parameters),
@@ -311,17 +314,19 @@ def _is_total(eqn: Eqn, result: Atom, operands: Sequence[Dependence]) -> bool:
     if name == "div":
         return first.is_total and others[0].is_constant
     operands = _with_numbers(name, operands)
-    is_layout = has(eqn, Trait.LAYOUT) and name not in _JOINS
+    is_layout = has(eqn, Trait.LAYOUT) and name not in _STACKS
     if name not in _KEEPS_TOTAL and not is_layout:
         return False
-    return functools.reduce(_join, operands).is_total
+    return functools.reduce(_either, operands).is_total
 
 
 def _with_numbers(name: str, operands: Sequence[Dependence]) -> Sequence[Dependence]:
     """Returns the operands that hold numbers: no condition of a select, no index."""
     if name == "select_n":
         return operands[1:]
-    return operands[:1] if name in _INDEXED else operands
+    if name in _INDEXED:
+        return operands[:1]
+    return operands
 
 
 def _divides(eqn: Eqn, operands: Sequence[Dependence]) -> bool:

@@ -32,8 +32,10 @@ class LossOutput(NamedTuple):
 
     loss: Array
     weight: Array | None = None  # float32[]; `None` if each part counts the same
-    written: PyTree = None  # new values of trained parameters, `None` for most
-    variables: PyTree = None  # the new variables, `None` for unchanged variables
+    # New values of trained parameters, and of variables; `None` for each leaf that the
+    # loss has not written.
+    new_params: PyTree = None
+    new_variables: PyTree = None
     aux: PyTree = None
 
 
@@ -46,23 +48,32 @@ def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
         params: PyTree, variables: PyTree, batch: PyTree, rngs: PyTree, *args: PyTree
     ) -> LossOutput:
         inputs = params, variables, batch, rngs, *args
-        target, out = call_user_fn(options, state, *inputs)
+        first_argument, out = call_user_fn(options, state, *inputs)
         loss, aux = split_aux(out, options.has_aux, name)
-        is_named = isinstance(aux, Mapping) and all(isinstance(key, str) for key in aux)
-        metrics = dict(aux) if is_named else {"aux": aux} if options.has_aux else {}
-        weight = _pop_weight(metrics, name) if is_named else None
+        metrics: Metrics = {}
+        weight = None
+        if isinstance(aux, Mapping) and all(isinstance(key, str) for key in aux):
+            metrics = dict(aux)
+            weight = _pop_weight(metrics, name)
+        elif options.has_aux:
+            metrics = {"aux": aux}
         check_leaves(metrics, name, "aux")
         if state.graphdef is not None:
             # By path, not by type: `wrt` may have selected any kind of variable.
             trained = nnx.traversals.flatten_mapping(params)
-            new = split_model(target, lambda path, _: path in trained)
-            written = _changes(params, new["params"], name)
+            new = split_model(first_argument, lambda path, _: path in trained)
+            new_params = _none_where_unchanged(params, new["params"], name)
             left = new["variables"]
         else:
-            written = jax.tree.map(lambda _: None, params)
+            new_params = jax.tree.map(lambda _: None, params)
             left = variables | _pop_collections(metrics, variables, name)
-        updates = _changes(variables, left, name)
-        return LossOutput(jnp.asarray(loss), weight, written, updates, metrics)
+        return LossOutput(
+            loss=jnp.asarray(loss),
+            weight=weight,
+            new_params=new_params,
+            new_variables=_none_where_unchanged(variables, left, name),
+            aux=metrics,
+        )
 
     return pure
 
@@ -90,9 +101,11 @@ def in_precision(
     called.
     """
     pure = with_name_of(options.loss_fn, pure)
-    word, entries = options.precision or state.precision, options.amp_policy
+    word = options.precision or state.precision
+    entries = options.amp_policy
     if is_rewritten(pure):
-        word, entries = "32-true", None
+        word = "32-true"
+        entries = None
     dtype, entries = read_options(options.caller, word, None, None, entries)
     policy = Policy(entries)
     is_identity = dtype == jnp.float32 and not policy.may_leave_float32
@@ -134,23 +147,25 @@ def call_user_fn(
     keywords = {key: offered[key] for key in declared_keywords(fn)}
     watched = watch_changes(batch, "batch"), watch_changes(args, "args")
     if state.graphdef is None:
-        target, out = state.params, fn(state.params, batch, *args, **keywords)
+        first_argument = state.params
+        out = fn(first_argument, batch, *args, **keywords)
     else:
         # Each call makes a new model, so that the caller's arrays stay as they are.
         # `pure_loss` collects the changes from the new model.
-        target = nnx.merge(state.graphdef, state.params, state.variables)
+        first_argument = nnx.merge(state.graphdef, state.params, state.variables)
         if evaluate:
-            target.eval()
-        with module_scopes(target, wanted=Policy(options.amp_policy).names_scopes):
-            out = fn(target, batch, *args, **keywords)
+            first_argument.eval()
+        names_scopes = Policy(options.amp_policy).names_scopes
+        with module_scopes(first_argument, wanted=names_scopes):
+            out = fn(first_argument, batch, *args, **keywords)
     if changed := [variable for changes in watched for variable in changes()]:
         raise ValueError(
             f"{options.loss_name} changed {', '.join(changed)}; expected modules among "
             "the arguments to stay as they are. Use make_nnx_train_step, which updates "
-            "them. Or draw random numbers from nnx.Rngs(**rngs) of the keyword rngs, "
-            "with AmpTrainState.create(rngs=...), and return measurements in aux."
+            "modules. Or draw random numbers from nnx.Rngs(**rngs) of the keyword "
+            "rngs, with AmpTrainState.create(rngs=...), and return measurements in aux."
         )
-    return target, out
+    return first_argument, out
 
 
 def declared_keywords(fn: UserFn) -> list[str]:
@@ -175,20 +190,23 @@ def check_loss(loss: PyTree, name: str, hint: str = "") -> None:
         return
     raise TypeError(
         f"{name} returned {describe(loss)} as its loss; expected a scalar float. "
-        f"Reduce it, e.g. with .mean(){hint}."
+        f"Reduce the loss, e.g. with .mean(){hint}."
     )
 
 
 def split_aux(out: PyTree, has_aux: bool, name: str) -> tuple[Array, PyTree]:
     """Splits the result of a loss function into `(loss, aux)`, after checking it."""
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+    if not has_aux:
+        hint = "; if the function returns a (loss, aux) pair, pass has_aux=True"
+        check_loss(out, name, hint)
+        return out, None
+    if not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(
             f"{name} returned {describe(out)}; expected a (loss, aux) pair because of "
             "has_aux=True. Return the pair or drop has_aux=True."
         )
-    loss, aux = out if has_aux else (out, None)
-    hint = "" if has_aux else "; if it returns a (loss, aux) pair, pass has_aux=True"
-    check_loss(loss, name, hint)
+    loss, aux = out
+    check_loss(loss, name)
     return loss, aux
 
 
@@ -230,13 +248,13 @@ def _pop_weight(aux: Metrics, name: str) -> Array | None:
         raise TypeError(
             f"{name} returned {describe(weight)} as aux['weight']; expected a scalar: "
             "the number of tokens or of examples of the loss, by which the step "
-            "averages it over micro-batches and devices. Sum it up, as in mask.sum(), "
-            "or give a metric another name."
+            "averages losses over micro-batches and devices. Return a sum, such as "
+            "mask.sum(), or give a metric another name."
         )
     return jnp.asarray(weight, jnp.float32)
 
 
-def _changes(old: PyTree, new: PyTree, name: str) -> PyTree:
+def _none_where_unchanged(old: PyTree, new: PyTree, name: str) -> PyTree:
     """Returns new parameters or variables, `None` for each leaf that did not change.
 
     The comparison is by identity, because a leaf that the loss did not write is still
@@ -247,8 +265,9 @@ def _changes(old: PyTree, new: PyTree, name: str) -> PyTree:
             f"{name} changed the structure of the variables: {'; '.join(changed)}; "
             "expected the same leaves, shapes and dtypes after each step. Create the "
             "state with the variables that the model has after a call, an NNX model "
-            "with all of them in its __init__. What a model sows, pop in the loss and "
-            "return it: (loss, nnx.pop(model, nnx.Intermediate)), with has_aux=True; "
-            "if it was called before training, pop once before the first step."
+            "with all variables in its __init__. In the loss, pop the values that the "
+            "model sows, and return these values: (loss, nnx.pop(model, "
+            "nnx.Intermediate)), with has_aux=True; if the model was called before "
+            "training, pop once before the first step."
         )
     return jax.tree.map(lambda x, y: None if x is y else jnp.asarray(x), new, old)

@@ -91,8 +91,12 @@ class _Observer:
 
         numbered = self._numbered
         return output._replace(
-            written=_tree.map_or_none(changed, numbered.written, output.written),
-            variables=_tree.map_or_none(changed, numbered.variables, output.variables),
+            new_params=_tree.map_or_none(
+                changed, numbered.new_params, output.new_params
+            ),
+            new_variables=_tree.map_or_none(
+                changed, numbered.new_variables, output.new_variables
+            ),
         )
 
     def _check_weight(self, weight: Dependence) -> None:
@@ -102,7 +106,7 @@ class _Observer:
             f"{self._options.loss_name} returned an aux['weight'] that depends on the "
             "parameters; expected the number of tokens or of examples of the loss, "
             "whose derivative is zero: gradients are averaged with weights that are "
-            "taken as constants. Compute it from the batch, return "
+            "taken as constants. Compute the weight from the batch, return "
             "jax.lax.stop_gradient(weight), or give a metric another name."
         )
 
@@ -118,10 +122,10 @@ class _Observer:
             f"{self._options.loss_name} is divided{where} by a total of "
             "its examples, such as a number of tokens, which differs from part to part "
             f"of a batch. With {parts}, the step averages the losses of the parts as "
-            "if each counted the same, which is not the loss of the whole batch. "
+            "if each part counted the same, which is not the loss of the whole batch. "
             'Return the total as the weight of the loss, (loss, {"weight": total}), '
-            "with has_aux=True: the average is then that of the whole batch. If each "
-            'part is to count the same, return {"weight": 1.0}.',
+            "with has_aux=True: the average is then the loss of the whole batch. If "
+            'each part is to count the same, return {"weight": 1.0}.',
             UserWarning,
             *loss.division,
         )
@@ -140,17 +144,18 @@ def _unchanged(traced: TracedCall, numbered: Any) -> set[int]:
     tracer for the same parameter. So the results of the jaxpr are compared with the
     inputs of the jaxpr, and not tracers with tracers.
     """
-    origins = _origins(traced.closed)
+    input_numbers = _input_numbers(traced.closed)
+    written = ("params", numbered.new_params), ("variables", numbered.new_variables)
     found = set[int]()
-    for name, tree in ("params", numbered.written), ("variables", numbered.variables):
+    for name, tree in written:
         for path, number in tree_leaves_with_path(tree):
-            origin = origins[number]
+            origin = input_numbers[number]
             if origin is not None and traced.names[origin] == f"{name}{keystr(path)}":
                 found.add(number)
     return found
 
 
-def _origins(closed: Jaxpr) -> list[int | None]:
+def _input_numbers(closed: Jaxpr) -> list[int | None]:
     """Returns the numbers of the inputs that the results of a jaxpr are.
 
     The number is `None` for a result that is not an input.
@@ -158,14 +163,16 @@ def _origins(closed: Jaxpr) -> list[int | None]:
     jaxpr, _ = _compat.open_jaxpr(closed)
     known: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
 
-    def origin(atom: Any) -> int | None:
+    def input_number(atom: Any) -> int | None:
         return None if isinstance(atom, Literal) else known.get(atom)
 
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in CALLS or not takes_operands(eqn):
             continue
-        for v, number in zip(eqn.outvars, _origins(bodies(eqn)[0]), strict=True):
-            before = None if number is None else origin(eqn.invars[number])
-            if before is not None:
-                known[v] = before
-    return [origin(v) for v in jaxpr.outvars]
+        for v, number in zip(eqn.outvars, _input_numbers(bodies(eqn)[0]), strict=True):
+            if number is None:
+                continue
+            outer_number = input_number(eqn.invars[number])
+            if outer_number is not None:
+                known[v] = outer_number
+    return [input_number(v) for v in jaxpr.outvars]

@@ -181,7 +181,7 @@ def _adapted(options: Options, objects: nnx.Dict) -> Options:
 class _ObjectsState(AmpTrainState):
     """A model, the modules of the call and the optimizer as a state for one step."""
 
-    rest: PyTree  # variables of the optimizer, without `step` and `opt_state`
+    optimizer_variables: PyTree  # without `step` and `opt_state`
     objects: nnx.Dict = struct.field(pytree_node=False)
 
     def apply_gradients(  # type: ignore[override]
@@ -215,7 +215,7 @@ class _ObjectsState(AmpTrainState):
         """Writes the arrays into the objects."""
         optimizer = self.objects.optimizer
         nnx.update(self.objects.modules, self.params, self.variables)
-        nnx.update(self.objects, self.rest)
+        nnx.update(self.objects, self.optimizer_variables)
         nnx.update(optimizer.opt_state, nnx.state(self.opt_state))
         held: dict[str, Any] = {"step": self.step}
         if isinstance(optimizer, AmpOptimizer):
@@ -240,7 +240,7 @@ def _fields_of(objects: nnx.Dict) -> dict[str, Any]:
     def is_trained(path: Any, variable: Any) -> bool:
         return path[0] == "model" and trains(path[1:], variable)
 
-    def is_rest(path: Any, _: Any) -> bool:
+    def is_optimizer_variable(path: Any, _: Any) -> bool:
         return path[0] == "optimizer" and path[1] not in ("step", "opt_state")
 
     precision, scaler = _precision_and_scaler(optimizer)
@@ -249,7 +249,7 @@ def _fields_of(objects: nnx.Dict) -> dict[str, Any]:
         scaler=scaler or no_scaler(),
         step=pure(optimizer.step),
         opt_state=pure(optimizer.opt_state),
-        rest=nnx.to_pure_dict(nnx.state(objects, is_rest)),
+        optimizer_variables=nnx.to_pure_dict(nnx.state(objects, is_optimizer_variable)),
         **split_model(objects.modules, is_trained),
     )
 

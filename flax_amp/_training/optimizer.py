@@ -76,7 +76,7 @@ class _Skipping:
             raise TypeError(
                 f"The state of the optimizer is {describe(state)}; expected an "
                 "optax.ApplyIfFiniteState, which counts skipped steps. To continue "
-                "with a state of optax, put it inside: state.replace(opt_state="
+                "with a state of optax, put that state inside: state.replace(opt_state="
                 "state.opt_state._replace(inner_state=opt_state))."
             )
         # The moments of an optimizer have the dtype of the parameters, but its updates
@@ -95,7 +95,7 @@ class _Skipping:
             is_finite &= _tree.stays_finite(inner_state, state.inner_state)
             new = _tree.select(is_finite, new, optax.tree.zeros_like(new))
             inner_state = _tree.select(is_finite, inner_state, state.inner_state)
-            state = state._replace(**counted(state, is_finite))
+            state = state._replace(**next_counters(state, is_finite))
         if jax.tree.leaves(integers):
             new = _tree.combine(new, jax.tree.map(jnp.zeros_like, integers))
         return new, state._replace(inner_state=inner_state)
@@ -106,9 +106,10 @@ def _floats(tree: PyTree) -> PyTree:
     return _tree.partition(tree, _tree.is_inexact_array)[0]
 
 
-def counted(state: Any, finite: Array) -> dict[str, Array]:
+def next_counters(state: Any, finite: Array) -> dict[str, Array]:
     """Returns the counters of an `optax.ApplyIfFiniteState` after one more step."""
-    in_a_row, total = state.notfinite_count, state.total_notfinite
+    in_a_row = state.notfinite_count
+    total = state.total_notfinite
     return {
         "notfinite_count": jnp.where(finite, 0, optax.safe_increment(in_a_row)),
         "last_finite": finite,
@@ -150,12 +151,13 @@ def naming_missing_arguments(caller: str) -> Iterator[None]:
         if "value_fn" in missing[0]:
             line_search = (
                 " A line search (value_fn) evaluates the loss several times in an "
-                "update, and a step evaluates it once."
+                "update, and a step evaluates the loss once."
             )
         raise TypeError(
-            f"{caller}: the update of the optimizer is {missing[0]}; expected one that "
-            f"takes only value, loss, grad and grad_norm.{line_search} Write this step "
-            "by hand, with jax.value_and_grad(flax_amp.amp(loss_fn)) "
+            f"{caller}: the update of the optimizer is {missing[0]}; expected an "
+            "optimizer that takes only value, loss, grad and grad_norm."
+            f"{line_search} Write this step by hand, with "
+            "jax.value_and_grad(flax_amp.amp(loss_fn)) "
             "(docs/recipes/value_and_grad.md)."
         ) from error
 
@@ -176,7 +178,9 @@ def store_in_half(params: PyTree, tx: Any) -> tuple[PyTree, Any]:
         return leaf
 
     params = jax.tree_util.tree_map_with_path(stored, params)
-    inner = tx.to_optax(in_state=True) if isinstance(tx, Optimizer) else tx
+    inner = tx
+    if isinstance(tx, Optimizer):
+        inner = tx.to_optax(in_state=True)
     if not small.rounds_parameters(jax.eval_shape(inner.init, params)):
         tx = small.small_state(tx, where=small.no_moments)
     return params, tx
@@ -215,10 +219,12 @@ class AmpOptimizer(nnx.Optimizer):
         self.precision = precision
         params = nnx.as_pure(nnx.state(model, wrt))
         check_selection(params, wrt, "AmpOptimizer")
-        making, updating = skipping(tx, params)
-        super().__init__(model, making, wrt=wrt)
-        self.tx = updating
-        self.scaler = first_scaler(self.precision) if scaler is None else scaler
+        initializer, updater = skipping(tx, params)
+        super().__init__(model, initializer, wrt=wrt)
+        self.tx = updater
+        if scaler is None:
+            scaler = first_scaler(self.precision)
+        self.scaler = scaler
         # The `init` of an optimizer may return the parameters themselves, and no
         # buffer may be donated twice.
         nnx.update(self, jax.tree.map(_tree.strong_copy, nnx.state(self)))
@@ -263,17 +269,20 @@ def replace_hyperparams(
     """Returns a state with new values for names of `collect_hyperparams`."""
     holders = _holders(pure(opt_state)).items()
     labels = [label for label, holder in holders if isinstance(holder, Optimizer)]
-    nodes, left = [], dict(changes)
+    nodes = []
+    left = dict(changes)
     for label, node in zip(labels, _tree.nodes(opt_state, Optimizer), strict=True):
         names = [name for name in changes if name.startswith(label)]
         of_node = {name.removeprefix(label): left.pop(name) for name in names}
-        nodes.append(node.replace(**of_node) if of_node else node)
+        if of_node:
+            node = node.replace(**of_node)
+        nodes.append(node)
     if left:
         raise TypeError(
             f"{caller}: got {', '.join(left)}; the optimizer has "
-            f"{[*collect_hyperparams(opt_state)]}. Expected those of an optimizer of "
-            "flax_amp.optim, such as tx=flax_amp.optim.adamw(3e-4); what "
-            "optax.inject_hyperparams keeps cannot be replaced."
+            f"{[*collect_hyperparams(opt_state)]}. Expected hyper-parameters of an "
+            "optimizer of flax_amp.optim, such as tx=flax_amp.optim.adamw(3e-4); "
+            "values that optax.inject_hyperparams keeps cannot be replaced."
         )
     return _tree.replace_nodes(opt_state, Optimizer, nodes)
 

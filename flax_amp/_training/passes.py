@@ -153,8 +153,8 @@ def _without_writes_if_empty(
         return None if new is None else jnp.where(counts, new, old)
 
     output = output._replace(
-        written=_tree.map_or_none(kept, output.written, params),
-        variables=_tree.map_or_none(kept, output.variables, variables),
+        new_params=_tree.map_or_none(kept, output.new_params, params),
+        new_variables=_tree.map_or_none(kept, output.new_variables, variables),
     )
     # Of the statistics of all passes, the largest counts.
     overwrite = jax.tree.map(lambda x: jnp.where(counts, x, -jnp.inf), result.overwrite)
@@ -182,11 +182,13 @@ def complete_grads(result: PassResult, params: PyTree) -> PyTree:
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Casts each floating leaf to the dtype of its counterpart in `like`."""
-    return _tree.map_or_none(
-        lambda x, y: x.astype(jnp.result_type(y)) if _tree.is_inexact_array(x) else x,
-        tree,
-        like,
-    )
+
+    def cast(leaf: Any, counterpart: Any) -> Any:
+        if not _tree.is_inexact_array(leaf):
+            return leaf
+        return leaf.astype(jnp.result_type(counterpart))
+
+    return _tree.map_or_none(cast, tree, like)
 
 
 # All micro-batches
@@ -217,8 +219,8 @@ def _accumulate(
         total = jax.tree.map(jnp.add, total, _weigh(result.grads, output.weight))
         # JAX makes constants of the parts of a carry that the body hands on: the
         # parameters that no loss writes are not copied.
-        params = _tree.combine(output.written, params)
-        variables = _tree.combine(output.variables, variables)
+        params = _tree.combine(output.new_params, params)
+        variables = _tree.combine(output.new_variables, variables)
         of_pass = result.overwrite, output.loss, output.weight, output.aux
         return (total, params, variables), of_pass
 
@@ -243,8 +245,8 @@ def _accumulate(
     output = LossOutput(
         loss=mean(losses),
         weight=weight,
-        written=_tree.partition_like(params, last.written),
-        variables=_tree.partition_like(variables, last.variables),
+        new_params=_tree.partition_like(params, last.new_params),
+        new_variables=_tree.partition_like(variables, last.new_variables),
         aux=jax.tree.map(reduced, aux, is_leaf=_has_reduce),
     )
     return PassResult(
@@ -292,8 +294,8 @@ def _split_batch(batch: PyTree, accum_steps: int) -> PyTree:
         seen = "; ".join(f"batch{path} has shape {s}" for path, s in shapes.items())
         raise ValueError(
             f"train_step: {seen}; expected one leading axis, the same for all and "
-            f"divisible by {accum_steps=}. Pass what does not have one row for each "
-            "example as a further argument: train_step(state, batch, weight)."
+            f"divisible by {accum_steps=}. Pass an array that does not have one row "
+            "for each example as a further argument: train_step(state, batch, weight)."
         )
 
     # A micro-batch is every accum_steps-th example, not the first n / accum_steps: when
@@ -328,7 +330,9 @@ def mark_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
             return leaf
         varying = jax.typeof(leaf).mat.varying
         missing = tuple(axis for axis in axes if axis not in varying)
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+        if not missing:
+            return leaf
+        return jax.lax.pcast(leaf, missing, to="varying")
 
     return jax.tree.map(mark, tree)
 
@@ -385,13 +389,17 @@ def average_over_devices(
         return average.astype(old.dtype)  # a weight is float32
 
     def mean_of_scalar(leaf: Any) -> Any:
-        return mean(leaf) if _tree.is_inexact_array(leaf) and not leaf.ndim else leaf
+        if _tree.is_inexact_array(leaf) and not leaf.ndim:
+            return mean(leaf)
+        return leaf
 
     output = LossOutput(
         loss=mean(output.loss),
         weight=total,
-        written=_tree.map_or_none(average_variable, output.written, params),
-        variables=_tree.map_or_none(average_variable, output.variables, variables),
+        new_params=_tree.map_or_none(average_variable, output.new_params, params),
+        new_variables=_tree.map_or_none(
+            average_variable, output.new_variables, variables
+        ),
         aux=jax.tree.map(mean_of_scalar, output.aux, is_leaf=_has_reduce),
     )
     overwrite = jax.tree.map(largest_statistic, result.overwrite)

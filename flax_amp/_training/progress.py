@@ -32,9 +32,9 @@ _MAX_SKIPS = 20
 # with its default window of 128. So 100 spikes in a row are no new level.
 _MAX_SPIKES = 100
 _SPIKES = (
-    "The loss or a norm is finite and far above the recent ones: "
-    "flax_amp.optim.skip_spikes skips such steps. Look at their batches, or raise its "
-    "factor."
+    "The loss or a norm is finite and far above the recent values: "
+    "flax_amp.optim.skip_spikes skips such steps. Look at their batches, or raise the "
+    "factor of skip_spikes."
 )
 
 # The names of the metrics of `flax_amp.metrics.finite_by_leaf` begin with this.
@@ -76,14 +76,17 @@ def check_progress(
       >>> state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
       >>> check_progress(state)
     """
-    (numbers, call, params), metrics = _read(state), metrics or {}
+    numbers, call, params = _read(state)
+    metrics = metrics or {}
     check_not_deleted("check_progress", "state", state)
     measured = {key: metrics[key] for key in ("loss", "grad_norm") if key in metrics}
     # A single transfer of all numbers waits for the step only once.
     fetched = jax.device_get(numbers | measured)
     numbers = {key: np.max(x).item() for key, x in fetched.items()}
     cause, limit = _find_cause(numbers)
-    if numbers["in_a_row"] < (limit if max_skips is None else max_skips):
+    if max_skips is None:
+        max_skips = limit
+    if numbers["in_a_row"] < max_skips:
         return
     # Fetched only now: a run that goes on does not need them.
     flags = jax.device_get({k: x for k, x in metrics.items() if k.startswith(_LEAVES)})
@@ -94,11 +97,15 @@ def check_progress(
 
 def _read(state: Any) -> tuple[dict[str, Any], str, PyTree]:
     """Returns numbers of a run, arguments of `find_nonfinite`, and the parameters."""
-    model, held = state if type(state) is tuple and len(state) == 2 else (None, state)
+    model = None
+    held = state
+    if type(state) is tuple and len(state) == 2:
+        model, held = state
     expected = "an AmpTrainState, an AmpOptimizer, or (model, optimizer)."
     check_type(held, AmpTrainState | nnx.Optimizer, "check_progress: state", expected)
     if isinstance(held, AmpTrainState):
-        call, params = "state, loss_fn, batch", held.params
+        call = "state, loss_fn, batch"
+        params = held.params
     else:
         call = "(model, optimizer), loss_fn, batch"
         params = None if model is None else nnx.state(model, held.wrt)
@@ -107,7 +114,7 @@ def _read(state: Any) -> tuple[dict[str, Any], str, PyTree]:
         skips,
         optax.ApplyIfFiniteState,
         "check_progress: the optimizer does not count skipped steps: its state",
-        "that of an AmpOptimizer, or of tx=optax.apply_if_finite(tx, 2**31 - 1).",
+        "the state of an AmpOptimizer, or of tx=optax.apply_if_finite(tx, 2**31 - 1).",
     )
     numbers = {
         **pure(getattr(held, "scaler", {})),
@@ -122,7 +129,8 @@ def _read(state: Any) -> tuple[dict[str, Any], str, PyTree]:
 
 def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, int]:
     """Returns why the last step was skipped, and the default of `max_skips`."""
-    loss, norm = numbers.get("loss"), numbers.get("grad_norm", np.nan)
+    loss = numbers.get("loss")
+    norm = numbers.get("grad_norm", np.nan)
     # A step that is not finite after a spike does not change the number of spikes in a
     # row, so spikes are the cause only if all steps in the row were spikes.
     if numbers.get("spikes", 0) >= numbers["in_a_row"] > 0:
@@ -130,7 +138,8 @@ def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, int]:
     may_fall = numbers.get("adjust_factor", 1) > 1 and numbers["scaler"] > LOWEST
     limit = _MAX_SKIPS_IN_SEARCH if may_fall else _MAX_SKIPS
     if loss is None:
-        return "Pass the metrics of the step to learn what is not finite.", limit
+        text = "Pass the metrics of the step to learn which number is not finite."
+        return text, limit
     # The checks are in the order of the step: the gradients of a loss that is not
     # finite are not finite either. If loss and gradients are finite, the step was
     # skipped because of the updated variables.
@@ -139,13 +148,13 @@ def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, int]:
     if np.isfinite(norm):
         text = "Loss and gradients are finite, but updated variables, such as batch "
         return f"{text}statistics, are not.", _MAX_SKIPS
-    why = "as those of a sqrt, norm or division at 0"
+    why = "as the gradients of a sqrt, norm or division at 0"
     if may_fall:
         why = "and the search for a scale has not ended"
     return (
         f"The loss is finite, the gradients are not, {why}. A parameter that the "
         "optimizer freezes still has a gradient, and an inf there skips every step: "
-        "put jax.lax.stop_gradient around it in the loss.",
+        "put jax.lax.stop_gradient around the parameter in the loss.",
         limit,
     )
 
@@ -164,11 +173,11 @@ def _describe(numbers: Mapping[str, Any], cause: str, call: str, params: PyTree)
     )
     if cause is _SPIKES:
         return skipped
-    state = "The parameters are those of the last finite step."
+    state = "The parameters come from the last finite step."
     if not _tree.all_finite(params):
         state = "The parameters hold an inf or a NaN: restore an earlier checkpoint."
     return (
-        f"{skipped} {state} To find where it begins, call "
+        f"{skipped} {state} To find where the fault begins, call "
         f"print(flax_amp.find_nonfinite({call})) with the batch of a skipped step: "
-        "it names the operation and tells a bad batch from an overflow."
+        "the report names the operation and tells a bad batch from an overflow."
     )

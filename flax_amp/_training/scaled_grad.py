@@ -65,7 +65,8 @@ def dynamic_scale_value_and_grad(
     retries = check_count(redo_on_nan, f"{caller}: {redo_on_nan=}", "of retries", 0)
     check_type(fun, Callable, f"{caller}: fun", "a function that returns a loss.")
     argnums = kwargs.pop("argnums", 0)
-    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    is_sequence = isinstance(argnums, Sequence)
+    numbers = tuple(argnums) if is_sequence else (argnums,)
     options = dict(argnums=numbers, **kwargs)
     if not filter:
         options["is_wanted"] = lambda leaf: True
@@ -90,14 +91,16 @@ def dynamic_scale_value_and_grad(
         def run(scaler: Scaler) -> Judged:
             result = run_pass(loss_of, args, scaler, axis_name, **options)
             result = average_over_devices(result, axis_name, None, None)
-            forward = _tree.all_finite(result.output.loss)
+            forward_finite = _tree.all_finite(result.output.loss)
             # The caller looks at the gradients themselves, not at their squares.
-            backward = _tree.all_finite(result.grads)
+            backward_finite = _tree.all_finite(result.grads)
             grads = cast_like(result.grads, tuple(args[n] for n in numbers))
-            return Judged(result._replace(grads=grads), forward, backward)
+            result = result._replace(grads=grads)
+            return Judged(result, forward_finite, backward_finite)
 
         scaler, judged = run_with_retries(run, scaler, retries)
-        grads, output = judged.result.grads, judged.result.output
+        grads = judged.result.grads
+        output = judged.result.output
         for number, grad in zip(numbers, grads, strict=True):
             if grad is None and args[number] is not None:
                 raise TypeError(
@@ -106,7 +109,9 @@ def dynamic_scale_value_and_grad(
                     "jnp.float32(...), or filter=False."
                 )
         value = (output.loss, output.aux) if has_aux else output.loss
-        return scaler, (value, grads if isinstance(argnums, Sequence) else grads[0])
+        if not is_sequence:
+            grads = grads[0]
+        return scaler, (value, grads)
 
     return value_and_grad_fn
 
@@ -129,6 +134,9 @@ def dynamic_scale_grad(fun: UserFn, *, has_aux: bool = False, **kwargs: Any) -> 
     @functools.wraps(fun)
     def grad_fn(*args: PyTree, **fun_kwargs: PyTree) -> tuple[Scaler, PyTree]:
         state, (value, grads) = value_and_grad_fn(*args, **fun_kwargs)
-        return state, ((grads, value[1]) if has_aux else grads)
+        if has_aux:
+            _, aux = value
+            return state, (grads, aux)
+        return state, grads
 
     return grad_fn

@@ -27,7 +27,8 @@ Scaler = dict[str, Array]
 
 # The least positive number of float16, and its inverse: no run needs a scale outside of
 # these limits.
-LOWEST, HIGHEST = 2.0**-24, 2.0**24
+LOWEST = 2.0**-24
+HIGHEST = 2.0**24
 
 # For each key: the dtype, the lowest value and the highest value. The largest number of
 # int32 is `2**31 - 1`.
@@ -104,7 +105,9 @@ def check_scaled(
         return
     wins = ""
     if asked is not None and asked != held:
-        holder = f"{held!r} of the state" if scaler else "that of a plain nnx.Optimizer"
+        holder = "the precision of a plain nnx.Optimizer"
+        if scaler:
+            holder = f"{held!r} of the state"
         wins = f"precision={asked!r} of the step wins over {holder}: "
     text = (
         f"train_step: {wins}the step is in float16 without a loss scale, where "
@@ -140,9 +143,11 @@ def unscale_grads(grads: PyTree, state: Mapping[str, Any]) -> PyTree:
     """
     # XLA fuses a multiplication for each leaf with the cast around the multiplication.
     factor = 1.0 / check_scaler(state)["scaler"]
-    return jax.tree.map(
-        lambda g: _tree.widen(g) * factor if _tree.is_inexact(g) else g, grads
-    )
+
+    def unscaled(grad: Any) -> Any:
+        return _tree.widen(grad) * factor if _tree.is_inexact(grad) else grad
+
+    return jax.tree.map(unscaled, grads)
 
 
 def update_scaler(
@@ -177,7 +182,9 @@ def update_scaler(
     # about the scale. JAX refuses floats here, such as a loss instead of its flag.
     finite = jnp.bitwise_and(loss_finite, grads_finite)
     falls = loss_finite & ~finite
-    scale, factor, count = state["scaler"], state["adjust_factor"], state["count"]
+    scale = state["scaler"]
+    factor = state["adjust_factor"]
+    count = state["count"]
     grows = finite & (count >= state["patience"])
     scale = jnp.where(grows, scale * factor, jnp.where(falls, scale / factor, scale))
     count = jnp.where(finite, optax.safe_increment(count), count)
@@ -195,14 +202,16 @@ def check_scaler(state: Any, name: str = "scaler", *, wait: bool = False) -> Sca
     """
     is_dict = isinstance(state, Mapping)
     if not is_dict or state.keys() != KEYS.keys():
-        seen = f"has the keys {sorted(state)}" if is_dict else f"is {describe(state)}"
+        seen = f"is {describe(state)}"
+        if is_dict:
+            seen = f"has the keys {sorted(state)}"
         raise ValueError(
             f"{name} {seen}; expected a dict of {sorted(KEYS)}. Pass "
             "flax_amp.init_scaler(), or flax_amp.no_scaler() for bfloat16."
         )
     unchecked = jax.core.Tracer if wait else Array  # a tracer is an Array, too
     for key, (dtype, low, high) in KEYS.items():
-        value, kind = state[key], "a number" if dtype == jnp.float32 else "an integer"
+        value = state[key]
         if not _tree.is_numeric(value) or jnp.shape(value) != ():
             raise ValueError(
                 f"{name}[{key!r}] is {describe(value)}; expected a scalar number. To "
@@ -211,6 +220,7 @@ def check_scaler(state: Any, name: str = "scaler", *, wait: bool = False) -> Sca
         if isinstance(value, unchecked):
             continue
         seen = np.asarray(value).item()
+        kind = "a number" if dtype == jnp.float32 else "an integer"
         if not low <= seen <= high or (dtype == jnp.int32 and int(seen) != seen):
             raise ValueError(
                 f"{name}: {key}={seen!r}; expected {kind} between {low:g} and {high:g}."

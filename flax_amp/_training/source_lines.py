@@ -23,9 +23,11 @@ class SourceLine(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        relative = os.path.relpath(self.file) if self.file else ""
+        if not self.file:
+            return ""
+        relative = os.path.relpath(self.file)
         path = self.file if relative.startswith("..") else relative
-        return f"{path}:{self.line}" if path else ""
+        return f"{path}:{self.line}"
 
 
 def line_of(eqn: Eqn) -> SourceLine | None:

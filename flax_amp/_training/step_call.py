@@ -18,9 +18,9 @@ _DELETED = re.compile("Array has been deleted|INVALID_ARGUMENT: .*deleted or don
 _DONATED = re.compile("(INVALID_ARGUMENT: )?[^:]*(donate the same|previously donated)")
 _FOREIGN = re.compile("Error interpreting argument to|.*not a valid JAX type")
 _HINT = (
-    "To keep an old state, as for early stopping or a teacher, copy it before the step "
-    "(jax.tree.map(jnp.copy, state), or the same with nnx.state(model)), or make the "
-    "training step with donate=False."
+    "To keep an old state, as for early stopping or a teacher, copy the state before "
+    "the step (jax.tree.map(jnp.copy, state), or the same with nnx.state(model)), or "
+    "make the training step with donate=False."
 )
 
 
@@ -52,9 +52,9 @@ def naming_arrays(caller: str, **arguments: PyTree) -> Iterator[None]:
         if not (foreign := next(filter(None, found), "")):
             raise
         raise TypeError(
-            f"{caller}: {foreign}; expected arrays and numbers. Leave it out of the "
-            "call, bind it to the loss with functools.partial, or encode it as an "
-            "integer."
+            f"{caller}: {foreign}; expected arrays and numbers. Leave this value out "
+            "of the call, bind the value to the loss with functools.partial, or encode "
+            "the value as an integer."
         ) from error
     except (RuntimeError, ValueError) as error:
         is_deleted, is_donated = (x.match(str(error)) for x in (_DELETED, _DONATED))
@@ -79,6 +79,6 @@ def check_not_deleted(
     if deleted:
         raise RuntimeError(
             f"{caller}: {deleted[0]} was deleted ({len(deleted)} arrays of {name} "
-            "were): an earlier step took its memory for the new one. Expected what the "
-            f"last step left. {_HINT}"
+            "were): an earlier step took its memory for the new arrays. Expected the "
+            f"arrays that the last step left. {_HINT}"
         ) from cause

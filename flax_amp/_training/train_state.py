@@ -21,7 +21,7 @@ from flax_amp._training.optimizer import (
     store_in_half,
 )
 from flax_amp._training.scaler import Scaler, first_scaler
-from flax_amp._training.untrained import params_of_loss, untrained
+from flax_amp._training.untrained import params_of_loss, unchanged_flags
 from flax_amp.optim._extra_args import taking_any
 from flax_amp.optim._optimizer import check_optimizer
 from flax_amp.policy import Precision, long_word
@@ -129,7 +129,7 @@ class AmpTrainState(train_state.TrainState):
             if params is not None or variables is not None:
                 raise TypeError(
                     f"{name}: got model together with params or variables; expected "
-                    "model alone, which holds both. Drop the others."
+                    "model alone, which holds both. Drop params and variables."
                 )
             graphdef, params, variables = split_model(model, wrt).values()
             check_selection(params, wrt, name)
@@ -141,23 +141,19 @@ class AmpTrainState(train_state.TrainState):
         if jnp.dtype(param_dtype) not in (jnp.float32, jnp.bfloat16):
             raise ValueError(
                 f"{name}: {param_dtype=}; expected float32 or bfloat16: in float16, "
-                "weights below 6e-8 would be 0. What to compute in, precision= says."
+                "weights below 6e-8 are 0. precision= sets the dtype to compute in."
             )
         is_half = jnp.dtype(param_dtype) == jnp.bfloat16
         if is_half:
             params, tx = store_in_half(params, tx)
-        making, updating = skipping(tx, params)
+        initializer, updater = skipping(tx, params)
         state = super().create(
             apply_fn=apply_fn,
             params=jax.tree.map(_tree.strong_copy, params),
-            tx=making,
+            tx=initializer,
             scaler=first_scaler(precision, scaler, f"{name}: scaler"),
             variables=core.unfreeze(dict(variables or {})),
-            # A key of jax.random.PRNGKey has no type yet.
-            rngs={
-                stream: key if _tree.is_key(key) else jax.random.wrap_key_data(key)
-                for stream, key in (rngs or {}).items()
-            },
+            rngs={stream: _typed_key(key) for stream, key in (rngs or {}).items()},
             graphdef=graphdef,
             precision=precision,
             **kwargs,
@@ -165,9 +161,9 @@ class AmpTrainState(train_state.TrainState):
         # With strong types, a step is traced once. All leaves are copied, because the
         # `init` of an optimizer may return the parameters: no buffer is donated twice.
         state = jax.tree.map(_tree.strong_copy, state).replace(
-            step=jnp.zeros((), jnp.int32), tx=updating
+            step=jnp.zeros((), jnp.int32), tx=updater
         )
-        check_params(state.params, name, untrained(state), may_be_half=is_half)
+        check_params(state.params, name, unchanged_flags(state), may_be_half=is_half)
         return state
 
     def apply_gradients(
@@ -189,10 +185,14 @@ class AmpTrainState(train_state.TrainState):
         arguments that its `update` takes.
         """
         tx = self.tx
-        given = {} if finite is None else {"finite": finite}
+        given: dict[str, Any] = {}
+        if finite is not None:
+            given["finite"] = finite
 
         def update(grads: PyTree, *state_and_params: PyTree) -> tuple[PyTree, PyTree]:
-            extra = {} if extra_args is None else {"grad": grads, **extra_args}
+            extra: dict[str, Any] = {}
+            if extra_args is not None:
+                extra = {"grad": grads, **extra_args}
             takes_any: Any = taking_any(tx)
             out: tuple[PyTree, PyTree] = takes_any.update(
                 grads, *state_and_params, **given, **extra
@@ -236,10 +236,15 @@ class AmpTrainState(train_state.TrainState):
         made = "a state made with create(model=...). Use state.apply_fn(...) instead."
         graphdef: Any = self.graphdef
         check_type(graphdef, nnx.GraphDef, "merge_model: the graphdef", made)
-        params = params_of_loss(self.params, untrained(self))
+        params = params_of_loss(self.params, unchanged_flags(self))
         return nnx.merge(
             graphdef, *jax.tree.map(_tree.strong_copy, (params, self.variables))
         )
+
+
+def _typed_key(key: Array) -> Array:
+    """Returns a key with its type, which a key of `jax.random.PRNGKey` lacks."""
+    return key if _tree.is_key(key) else jax.random.wrap_key_data(key)
 
 
 def split_model(model: nnx.Module, wrt: nnx.filterlib.Filter) -> dict[str, Any]:

@@ -22,14 +22,14 @@ from flax_amp._training.train_state import (
     bare_state,
     split_model,
 )
-from flax_amp._training.untrained import params_of_loss, untrained
+from flax_amp._training.untrained import params_of_loss, unchanged_flags
 from flax_amp.policy import PolicyEntries, Precision
 
 ResultT = TypeVar("ResultT")
 
 _A_STATE = (
-    "an AmpTrainState. Make it with flax_amp.AmpTrainState.create(...), or train an "
-    "nnx.Module with make_nnx_train_step."
+    "an AmpTrainState. Make a state with flax_amp.AmpTrainState.create(...), or train "
+    "an nnx.Module with make_nnx_train_step."
 )
 
 
@@ -167,14 +167,16 @@ def make_train_step(
     check_flags(options.caller, donate=donate, jit=jit)
     if not jit and state_shardings is not None:
         raise ValueError(
-            "make_train_step: got state_shardings with jit=False; expected only one of "
-            "them. Pass out_shardings=(state_shardings, None) to jax.jit yourself."
+            "make_train_step: got state_shardings with jit=False; expected "
+            "state_shardings with jit=True only. Pass out_shardings=(state_shardings, "
+            "None) to jax.jit yourself."
         )
     step: Any = functools.partial(run_step, options)
     step.__name__ = "train_step"  # which profiles show
     if jit:
+        donated = (0,) if donate else ()
         # Inside of `jit` the sharding of the old state is not known.
-        donated, shardings = (0,) if donate else (), (state_shardings, None)
+        shardings = (state_shardings, None)
         step = jax.jit(step, donate_argnums=donated, out_shardings=shardings)
     last: Any = None  # a reference to the state that the last call returned
 
@@ -243,7 +245,7 @@ def make_eval_step(
         # rerun of a step draws the same numbers.
         rngs = fold_in(state.rngs, state.step)
         function = in_precision(pure, options, state, recompute=False)
-        params = params_of_loss(state.params, untrained(state))
+        params = params_of_loss(state.params, unchanged_flags(state))
         return function(params, state.variables, batch, rngs, *args)
 
     run = jax.jit(evaluate) if jit else evaluate

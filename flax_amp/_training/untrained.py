@@ -44,7 +44,7 @@ _KEEPS_ZEROS = frozenset(
 _KEEPS_PARAMETER = frozenset("copy pvary sharding_constraint".split())
 
 
-def untrained(state: Any) -> PyTree:
+def unchanged_flags(state: Any) -> PyTree:
     """Returns a tree of flags: True for half-precision parameters that no step changes.
 
     `state` is an `AmpTrainState`. Nothing is traced if no parameter is in half
@@ -59,23 +59,26 @@ def untrained(state: Any) -> PyTree:
     ]
     # A bare model, which is evaluated, has no optimizer.
     if any(flags) and state.opt_state is not None:
-        unchanged = _unchanged(state)
+        unchanged = _unchanged_by_update(state)
         flags = list(map(operator.and_, flags, unchanged))
     else:
         flags = [False] * len(leaves)
     return jax.tree.unflatten(treedef, flags)
 
 
-def params_of_loss(params: PyTree, stays: PyTree) -> PyTree:
-    """Returns the parameters that a loss sees: parameters that train are float32."""
-    return jax.tree.map(
-        lambda leaf, stays: leaf if stays else _tree.float32_if_bfloat16(leaf),
-        params,
-        stays,
-    )
+def params_of_loss(params: PyTree, unchanged: PyTree) -> PyTree:
+    """Returns the parameters that a loss sees: parameters that train are float32.
+
+    `unchanged` is the result of `unchanged_flags`.
+    """
+
+    def seen(leaf: Any, is_unchanged: bool) -> Any:
+        return leaf if is_unchanged else _tree.float32_if_bfloat16(leaf)
+
+    return jax.tree.map(seen, params, unchanged)
 
 
-def _unchanged(state: Any) -> list[bool]:
+def _unchanged_by_update(state: Any) -> list[bool]:
     """Returns a flag for each parameter: True if no update changes the parameter."""
     number = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -128,7 +131,8 @@ def _equation(eqn: Eqn, operands: list[_Value]) -> list[_Value]:
 
 def _result(name: str, operands: list[_Value], aval: Any) -> _Value:
     """Returns the value of the only result of an equation."""
-    first, last = operands[0], operands[-1]
+    first = operands[0]
+    last = operands[-1]
     if name == "select_n":
         return _common(operands[1:])
     if name == "mul" and _ZEROS in operands:

@@ -66,10 +66,13 @@ def reason_of(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
-    name = type(error).__name__
-    text = f"{name}: {lines[0]}" if lines else name
+    text = type(error).__name__
+    if lines:
+        text = f"{text}: {lines[0]}"
+    if len(text) <= 300:
+        return text
     # A longer text keeps its start and its end: 150 + len(" ... ") + 145 = 300.
-    return text if len(text) <= 300 else f"{text[:150]} ... {text[-145:]}"
+    return f"{text[:150]} ... {text[-145:]}"
 
 
 # Checksums
@@ -99,7 +102,9 @@ def check(step: epath.Path, part: slice) -> None:
     except (TypeError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError("its list of checksums is damaged") from error
     if not listed:
-        raise CorruptCheckpointError("its list of checksums is damaged: it is empty")
+        raise CorruptCheckpointError(
+            "its list of checksums is damaged: the list is empty"
+        )
     found = _checksums(step, names)
     missing = sorted(name for name, sums in found.items() if sums is None)
     if changed := sorted({n for n in names if found[n] != listed[n]} - {*missing}):
@@ -132,7 +137,8 @@ def _of_file(path: epath.Path) -> list[int] | None:
     try:
         with path.open("rb") as file:
             while piece := file.read(2**18):  # a piece fits in the processor's cache
-                value, size = zlib.crc32(piece, value), size + len(piece)
+                value = zlib.crc32(piece, value)
+                size += len(piece)
     except Exception as error:  # Clients of buckets have errors of their own.
         if is_missing(error):
             return None

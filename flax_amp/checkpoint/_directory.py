@@ -65,8 +65,8 @@ def _in_bucket(text: str) -> epath.Path:
     if not re.match("gs://[^/]", text):
         raise ValueError(
             f"checkpoint: the directory {text!r}; expected a local path or a str such "
-            "as 'gs://bucket/folder', from which pathlib.Path takes one of the slashes "
-            "away. Orbax saves to no other storage."
+            "as 'gs://bucket/folder', from which pathlib.Path takes a slash away. "
+            "Orbax saves to no other storage."
         )
     # The cache of listings hides the files that TensorStore or another process writes
     # into the bucket. gcsfs has an option without this cache, but etils makes the file
@@ -84,12 +84,12 @@ def _in_bucket(text: str) -> epath.Path:
 class Lock:
     """This process as the writer of a directory, while this object is referred to."""
 
-    def __init__(self, directory: str, lock: bool) -> None:
+    def __init__(self, directory: str, lock_file: bool) -> None:
         self.is_locked = False  # no other process can have it
         self.mutex = threading.RLock()  # held while a manager starts a save
         # Returns the manager that started the last save, if that manager still exists.
         self.last: Callable[[], Any] = lambda: None
-        if not lock or fcntl is None or "://" in directory:
+        if not lock_file or fcntl is None or "://" in directory:
             return
         # The file is neither read nor written, so a foreign file is not harmed.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -113,14 +113,14 @@ _held: weakref.WeakValueDictionary[str, Lock] = weakref.WeakValueDictionary()
 _mutex = threading.Lock()
 
 
-def acquire(directory: Any, *, lock: bool) -> Lock:
-    """Returns the lock of an existing directory; without `lock`, for this process only.
+def acquire(directory: Any, *, lock_file: bool) -> Lock:
+    """Returns the lock of an existing directory.
 
-    A process without `lock` shares the object between its managers, and leaves the lock
-    file to the first process of the run.
+    Without `lock_file`, the lock is for this process only: the managers of the process
+    share the object, and the lock file is left to the first process of the run.
     """
     path = os.fspath(directory)
     with _mutex:
         if (held := _held.get(path)) is None:
-            _held[path] = held = Lock(path, lock)
+            _held[path] = held = Lock(path, lock_file)
         return held

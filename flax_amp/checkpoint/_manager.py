@@ -55,7 +55,8 @@ class Manager(ocp.CheckpointManager):
         options: ocp.CheckpointManagerOptions,
         best_metric: str | None,
     ) -> None:
-        self.best_metric, self.read_only = best_metric, options.read_only
+        self.best_metric = best_metric
+        self.read_only = options.read_only
         self._saved: set[int] = set()
         self._interval = options.save_interval_steps
         # Orbax calls `post_finalization_callback` only in an asynchronous save.
@@ -73,14 +74,16 @@ class Manager(ocp.CheckpointManager):
 
         A kill between a commit and a list would leave a step that nothing can check.
         """
-        half = self.directory / f"{self._saving}{_steps.HALF}"
+        folder = self.directory / f"{self._saving}{_steps.HALF}"
         # Some remote directories have no half-written steps.
-        _damage.write(half if half.exists() else self.directory / str(self._saving))
+        if not folder.exists():
+            folder = self.directory / str(self._saving)
+        _damage.write(folder)
 
     def is_due(self, step: int, force: bool) -> bool:
         """Whether a step is to be saved, provided that no intact step is as new."""
         # Orbax would save no step before these steps, which may be damaged.
-        if self._not_older(step):
+        if self._steps_not_older_than(step):
             return force or step % self._interval == 0
         return force or bool(self.should_save(step))
 
@@ -107,11 +110,13 @@ class Manager(ocp.CheckpointManager):
         if self._closed:
             raise RuntimeError(
                 f"checkpoint.save: the manager of {self.directory} is closed; expected "
-                "an open one. Save inside of `with checkpoint.manager(...)`."
+                "an open manager. Save inside of `with checkpoint.manager(...)`."
             )
         try:
-            lock = self._held = _steps.agreed(
-                _directory.acquire, self.directory, lock=jax.process_index() == 0
+            lock = self._held = _steps.call_on_all_processes(
+                _directory.acquire,
+                self.directory,
+                lock_file=jax.process_index() == 0,
             )
         except OSError as error:
             raise self._failure(error) from error
@@ -125,7 +130,7 @@ class Manager(ocp.CheckpointManager):
             self.reload()
             yield
 
-    def _not_older(self, step: int) -> list[int]:
+    def _steps_not_older_than(self, step: int) -> list[int]:
         return [other for other in self.all_steps() if other >= step]
 
     def _is_newest(self, step: int) -> bool:
@@ -133,7 +138,7 @@ class Manager(ocp.CheckpointManager):
 
         A warning tells of an intact step that is as new, or of the renamed steps.
         """
-        others = self._not_older(step)[::-1]
+        others = self._steps_not_older_than(step)[::-1]
         newest = next(filter(self._is_intact, others), None)
         if newest is not None:
             self._tell_of_newer(step, newest)
@@ -153,14 +158,14 @@ class Manager(ocp.CheckpointManager):
         self.reload()
         self._warn(
             f"the damaged steps {sorted(damaged)} are renamed to <step>.damaged-<time>"
-            f", to save step {step} of the run that went on from an older one."
+            f", to save step {step} of the run that went on from an older step."
         )
 
     def _is_intact(self, number: int) -> bool:
         step = _steps.Step(number, self.directory / str(number))
         try:
             _steps.verify_together(step)
-            _steps.agreed(step.tree)
+            _steps.call_on_all_processes(step.tree)
         except CorruptCheckpointError:
             return False
         # The step holds another item, or another version of flax_amp wrote the step.
@@ -169,16 +174,16 @@ class Manager(ocp.CheckpointManager):
         return True
 
     def _tell_of_newer(self, step: int, newest: int) -> None:
-        what = "newer than the state"
+        relation = "newer than the state"
         if newest == step:
             # A run that saves its last state again, or ends where it began, is fine.
-            if step in self._saved | _steps.restored[self.directory]:
+            if step in self._saved | _steps.restored_steps[self.directory]:
                 return
-            what = "which this run neither saved nor restored"
+            relation = "which this run neither saved nor restored"
         self._warn(
-            f"it holds step {newest}, {what}; it stays, and the state is not saved. "
-            "Save a new run, or one that goes on from an older step, into another "
-            "directory."
+            f"the directory holds step {newest}, {relation}; this step stays, and the "
+            "state is not saved. Save a new run, or a run that goes on from an older "
+            "step, into another directory."
         )
 
     def _warn(self, text: str) -> None:
@@ -228,7 +233,9 @@ class Manager(ocp.CheckpointManager):
 
 def _remove_leftovers(directory: epath.Path) -> None:
     """Removes half-written steps."""
-    for path in directory.iterdir() if jax.process_index() == 0 else ():
+    if jax.process_index() != 0:
+        return
+    for path in directory.iterdir():
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -291,7 +298,7 @@ def manager(
     if named := sorted(options.keys() & _OWN):
         raise ValueError(
             f"{where}: {', '.join(named)} given; expected steps under their plain "
-            "numbers, saved by threads of this manager. Leave it out."
+            "numbers, saved by threads of this manager. Leave these options out."
         )
     folder = directory_of(directory)
     if set("[]") & set(str(folder)):

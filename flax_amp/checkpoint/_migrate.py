@@ -96,7 +96,7 @@ def migrate(
         Mapping | None,
         "checkpoint.migrate: rename",
         "a dict of names on disk. Pass {old: new} with their names in the target, or "
-        "{name: None} for what is not to be read.",
+        "{name: None} for arrays that are not to be read.",
     )
     if not _trees.is_nnx(target) and (inside := _tree.nodes(target, nnx.Pytree)):
         raise TypeError(
@@ -108,7 +108,7 @@ def migrate(
     wanted = _by_name(likes)
     where, leaves = _read(source, step)
     saved, stays = _renamed(_by_name(leaves), wanted, rename or {})
-    saved = _of_parts(_as_in_target(saved, wanted), target)
+    saved = _only_parts_of_target(_as_in_target(saved, wanted), target)
     stays |= {name for name in wanted.keys() - saved.keys() if _may_stay(name)}
     values = {n: _convert(n, x, wanted[n]) for n, x in saved.items() if n in wanted}
     problems = [
@@ -116,7 +116,7 @@ def migrate(
         for n in {**wanted, **saved}.keys() - stays
     ]
     problems += [
-        f"{name}: to stay as in the target, where it has no value"
+        f"{name}: to stay as in the target, where the array has no value"
         for name in stays
         if not _trees.has_value(wanted[name])
     ]
@@ -124,8 +124,8 @@ def migrate(
         raise ValueError(
             f"checkpoint.migrate: {where} does not fit the target:\n  "
             + "\n  ".join(sorted(filter(None, problems)))
-            + "\nexpected a counterpart for everything, on both sides. Map names on "
-            "disk to those of the target with rename={old: new}, and leave parts out "
+            + "\nexpected a counterpart for every array, on both sides. Map names on "
+            "disk to names of the target with rename={old: new}, and leave parts out "
             "with rename={name: None}."
         )
     placed = {
@@ -164,9 +164,14 @@ def _read(source: Any, step: Any) -> tuple[str, dict[Path, Any]]:
 
 def _by_name(leaves: Mapping[Path, Any]) -> Arrays:
     """Returns leaves by name, in their order: `params/Dense_0/kernel`."""
+    return _together((_name_from_path(path), leaf) for path, leaf in leaves.items())
+
+
+def _name_from_path(path: Path) -> str:
     # The variables of an `nnx.State` have a `value`.
-    paths = (p[:-1] if p[-1] == "value" and len(p) > 1 else p for p in leaves)
-    return _together(zip(map("/".join, paths), leaves.values(), strict=True))
+    if path[-1] == "value" and len(path) > 1:
+        path = path[:-1]
+    return "/".join(path)
 
 
 def _together(pairs: Iterable[tuple[str, Any]]) -> Arrays:
@@ -174,8 +179,8 @@ def _together(pairs: Iterable[tuple[str, Any]]) -> Arrays:
     for name, leaf in pairs:
         if name in found:
             raise ValueError(
-                f"checkpoint.migrate: two arrays have the name {name}; expected one. "
-                "Choose names in rename that tell them apart."
+                f"checkpoint.migrate: two arrays have the name {name}; expected a "
+                "single array. Choose names in rename that tell the arrays apart."
             )
         found[name] = leaf
     return found
@@ -190,23 +195,25 @@ def _renamed(
     """
     stays: set[str] = set()
     for old, new in rename.items():
-        old, put = f"/{old}/", f"/{new}/"
-        here = {name for name in wanted if new is None and old in f"/{name}/"}
-        there = {name for name in saved if old in f"/{name}/"}
+        old_part = f"/{old}/"
+        new_part = f"/{new}/"
+        here = {name for name in wanted if new is None and old_part in f"/{name}/"}
+        there = {name for name in saved if old_part in f"/{name}/"}
         if not here and not there:
             raise ValueError(
-                f"checkpoint.migrate: rename has {old[1:-1]!r}, which is in no path on "
+                f"checkpoint.migrate: rename has {old!r}, which is in no path on "
                 f"disk; expected whole names of paths such as {sorted(saved)[:3]}."
             )
         stays |= here
         names = (name for name in saved if new is not None or name not in there)
         saved = _together(
-            (f"/{name}/".replace(old, put).strip("/"), saved[name]) for name in names
+            (f"/{name}/".replace(old_part, new_part).strip("/"), saved[name])
+            for name in names
         )
     return saved, stays
 
 
-def _of_parts(saved: Arrays, target: Any) -> Arrays:
+def _only_parts_of_target(saved: Arrays, target: Any) -> Arrays:
     """Returns the arrays of the fields, or of the NNX objects, that a target has.
 
     For `(model,)`, whose only object is `0`, `1/step` is left out. Every name that does
@@ -244,7 +251,7 @@ def _as_in_target(saved: Arrays, wanted: Arrays) -> Arrays:
         for of in (wanted, found)
     )
     is_nan = np.isnan(theirs.get("scaler", np.nan)).any()
-    if is_nan or not _trees.move_alike(theirs, own):
+    if is_nan or not _trees.both_move_or_neither(theirs, own):
         # The precision was changed, or the scale is NaN or missing: the scaler of the
         # target stays.
         return {name: x for name, x in found.items() if name not in scaler.values()}
@@ -281,7 +288,8 @@ def _convert(name: str, value: np.ndarray, like: Any) -> np.ndarray:
         return value
     with np.errstate(all="ignore"):
         converted = value.astype(like.dtype)
-        before, after = value.astype(np.float64), converted.astype(np.float64)
+        before = value.astype(np.float64)
+        after = converted.astype(np.float64)
         same = np.array_equal(before, after, equal_nan=True)
         stays_finite = np.array_equal(np.isfinite(before), np.isfinite(after))
     is_moment = "opt_state" in name.split("/")
@@ -289,4 +297,6 @@ def _convert(name: str, value: np.ndarray, like: Any) -> np.ndarray:
         same |= stays_finite
     # A Python float has more digits than the float32 scalar that JAX makes.
     is_number = value.shape == () and value.dtype == np.float64
-    return converted if same or (is_number and like.dtype == np.float32) else value
+    if same or (is_number and like.dtype == np.float32):
+        return converted
+    return value

@@ -74,8 +74,8 @@ def save(
     if not isinstance(manager, Manager) or manager.read_only:
         raise TypeError(
             f"checkpoint.save: the first argument is a {type(manager).__name__}, or "
-            "has read_only=True; expected a manager that may write. Open one with "
-            "checkpoint.manager(directory)."
+            "has read_only=True; expected a manager that may write. Open a manager "
+            "with checkpoint.manager(directory)."
         )
     step = _step_of(state)
     if not manager.is_due(step, force):
@@ -182,7 +182,8 @@ def _read_arrays(step: _steps.Step, wanted: Mapping[Path, Any]) -> Leaves:
             + "\n  ".join(filter(None, problems))
             + "\nexpected the checkpoint of the same model and optimizer. Make the "
             "target with the model and tx that were saved, restore another step, or "
-            "read what else wrote it, or only a part, with checkpoint.migrate."
+            "read a checkpoint of another program, or only a part of a checkpoint, "
+            "with checkpoint.migrate."
         )
     read = step.read(tree, wanted).items()
     return {path: _trees.place(x, wanted[path]) for path, x in read}
@@ -192,13 +193,14 @@ def _fit_scaler(read: Leaves, wanted: Mapping[Path, Any]) -> Iterator[str]:
     """Keeps the scaler of the target if only a single scale of the two moves."""
     scaler = _trees.scaler_in(wanted)
     there, here = ({key: of[x] for key, x in scaler.items()} for of in (read, wanted))
-    if not _trees.move_alike(there, here):
+    if not _trees.both_move_or_neither(there, here):
         for path in scaler.values():
             del read[path]
-        scale, other = _text(here["scaler"]), _text(there["scaler"])
+        scale = _text(here["scaler"])
+        saved_scale = _text(there["scaler"])
         yield (
-            f"the scaler of the target is used, with a scale of {scale}, not {other}: "
-            "one moves and the other never does."
+            f"the scaler of the target is used, with a scale of {scale}, not "
+            f"{saved_scale}: one scale moves and the other never does."
         )
 
 
@@ -220,8 +222,8 @@ def _changed_settings(read: Leaves, target: Any) -> Iterator[str]:
     ]
     if differ:
         yield (
-            f"{'; '.join(differ)}. The run goes on with those on disk; change them "
-            "after restore, as with state.replace_hyperparams(learning_rate=...)."
+            f"{'; '.join(differ)}. The run goes on with the values on disk; change "
+            "them after restore, as with state.replace_hyperparams(learning_rate=...)."
         )
 
 
@@ -242,14 +244,17 @@ def _hyperparams(tree: Any) -> Iterator[Any]:
             inside = node.opt_state
             yield from jax.tree.leaves({**node._arrays, "opt_state": None})
         else:  # A hyper-parameter with a state is a schedule's, and changes by itself.
-            inside, of = node.inner_state, getattr(node, "hyperparams_states", {})
-            yield from (x for name, x in node.hyperparams.items() if name not in of)
+            inside = node.inner_state
+            states = getattr(node, "hyperparams_states", {})
+            values = node.hyperparams.items()
+            yield from (x for name, x in values if name not in states)
         yield from _hyperparams(inside)
 
 
 def _another_optimizer(step: _steps.Step, target: Any) -> Iterator[str]:
     """Tells of another optimizer with the same arrays, such as adamax after adam."""
-    saved, here = step.record().get("optimizer"), _names_of_optimizers(target)
+    saved = step.record().get("optimizer")
+    here = _names_of_optimizers(target)
     if saved is not None and saved != here:
         yield (
             f"the optimizer is {' and '.join(saved) or 'another'} on disk and "
@@ -274,7 +279,8 @@ def _scalings(parts: Any, seen: set[int]) -> set[str]:
             continue
         seen.add(id(part))
         name = getattr(part, "__qualname__", "").split(".")[0]
-        names |= {name} if name.startswith("scale_by_") else set()
+        if name.startswith("scale_by_"):
+            names.add(name)
         inside = [getattr(part, "__self__", None), getattr(part, "__dict__", {})]
         for cell in getattr(part, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # The cell is empty.

@@ -37,11 +37,15 @@ _KEY = "flax_amp"  # of our record in the metadata of a step
 _FORMAT = 3  # of our steps; `record` refuses a step of another format
 _STEP_FILE = "_CHECKPOINT_METADATA"
 _ALL = slice(None)  # of the files
+# The kinds of errors on which processes agree; the largest is the worst.
+_NO_ERROR = 0
+_DAMAGE = 1
+_OTHER_ERROR = 2
 _MALFORMED = (AttributeError, LookupError, TypeError, ValueError, RecursionError)
 
 # The steps that this process has restored, by directory. They are no field of a
 # manager, because a run may restore with a path and save with a manager.
-restored: dict[epath.Path, set[int]] = defaultdict(set)
+restored_steps: dict[epath.Path, set[int]] = defaultdict(set)
 
 
 def record_of(step: int, optimizer: list[str]) -> dict[str, Any]:
@@ -75,8 +79,8 @@ class Step(NamedTuple):
             if others := sorted(path.parent.name for path in files):
                 raise ValueError(
                     f"checkpoint: {self} holds no item {ITEM!r} but {others}; expected "
-                    "a state saved with StandardSave. Restore it with the calls of "
-                    "Orbax, or pass checkpoint.migrate the folder of one item."
+                    "a state saved with StandardSave. Restore the step with the calls "
+                    "of Orbax, or pass checkpoint.migrate the folder of one item."
                 )
             raise IncompleteError(f"its folder {ITEM!r} is missing")
         # All files are checked before Orbax opens an array: about a damaged array,
@@ -122,17 +126,18 @@ class Step(NamedTuple):
             metadata["item_handlers"].keys()
             plain = {"format": _FORMAT, "step": self.number}
             record = dict((metadata["custom_metadata"] or {}).get(_KEY, plain))
-            format_, step = int(record["format"]), int(record["step"])
+            format_ = int(record["format"])
+            step = int(record["step"])
         except _MALFORMED as error:
             raise CorruptCheckpointError(f"{_STEP_FILE} is damaged") from error
         if format_ != _FORMAT:
             raise ValueError(
                 f"checkpoint: {self} has format {format_}; expected {_FORMAT}. Update "
-                "flax_amp, or read it with the version that wrote it."
+                "flax_amp, or read the step with the version that wrote it."
             )
         if step != self.number:
             raise CorruptCheckpointError(
-                f"its files are those of step {step}, and were renamed or copied"
+                f"its files are the files of step {step}, and were renamed or copied"
             )
         return record if "optimizer" in record else {}
 
@@ -141,8 +146,8 @@ def steps_in(directory: epath.Path) -> list[Step]:
     """Returns the steps in a directory, the oldest first: the folders of a manager."""
     if not directory.is_dir():
         raise FileNotFoundError(
-            f"checkpoint: {directory} is not a directory; expected one that a manager "
-            "has saved to."
+            f"checkpoint: {directory} is not a directory; expected a directory that a "
+            "manager has saved to."
         )
     found = ocp.path.step.standard_name_format().find_all(directory)
     return sorted(Step(x.step, x.path) for x in found if x.path.is_dir())
@@ -154,16 +159,17 @@ def read_newest_intact(
     """Returns the result of `read` for the newest intact step, or for step `wanted`.
 
     All processes must succeed. A warning names the damaged steps. The step that was
-    read is added to `restored`.
+    read is added to `restored_steps`.
     """
-    seen = f"checkpoint: step={wanted!r}"
-    number = None if wanted is None else check_count(wanted, seen, "of a step", 0)
+    number = None
+    if wanted is not None:
+        number = check_count(wanted, f"checkpoint: step={wanted!r}", "of a step", 0)
     damaged: dict[Step, str] = {}
     steps = _candidates(directory, number)
     while step := next((step for step in steps if step not in damaged), None):
         try:
             verify_together(step)
-            result = agreed(read, step)
+            result = call_on_all_processes(read, step)
             break
         except CorruptCheckpointError as error:
             damaged[step] = f"step {step.number} is damaged: {error}"
@@ -178,7 +184,7 @@ def read_newest_intact(
             f"{told}; expected a step as it was written. Restore another step, or "
             "these files from a backup."
         )
-    restored[directory].add(step.number)
+    restored_steps[directory].add(step.number)
     if problems:
         told = f"{told}. Restored step {step.number} instead."
         # The frame of this function comes before the frames that the caller counts.
@@ -194,36 +200,48 @@ def _candidates(directory: epath.Path, number: int | None) -> list[Step]:
         wanted = "a checkpoint" if number is None else f"step {number}"
         raise FileNotFoundError(
             f"checkpoint: {directory} holds the steps {[x.number for x in steps]}; "
-            f"expected {wanted}. Save one first, or choose one of these."
+            f"expected {wanted}. Save a checkpoint first, or choose one of these steps."
         )
     return chosen[::-1]
 
 
-def agreed(read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Returns the result of `read`, or raises an error if some process fails.
+def call_on_all_processes(
+    function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Returns the result of `function`, or raises an error if some process fails.
 
-    The processes work alone and agree afterwards: with Orbax's barriers, they would
-    wait forever for a process that failed.
+    Every process makes this call with arguments of its own. The processes work alone
+    and agree afterwards: with Orbax's barriers, they would wait forever for a process
+    that failed.
     """
     if jax.process_count() == 1:
-        return read(*args, **kwargs)
+        return function(*args, **kwargs)
     error: Exception | None = None
     try:
-        result = read(*args, **kwargs)
+        result = function(*args, **kwargs)
     except Exception as caught:  # All processes must hear of any error.
         error = caught
-    # All processes raise the worst kind of error: 1 for damage, 2 for any other error.
-    kind = 0 if error is None else 1 if isinstance(error, CorruptCheckpointError) else 2
+    # All processes raise the worst kind of error.
+    kind = _kind_of(error)
     worst = int(multihost_utils.process_allgather(np.int32(kind)).max())
     if error is not None and kind == worst:
         raise error
-    if worst:  # The processes go on together or not at all.
-        told = "checkpoint: another process failed; its own error says why"
-        raise CorruptCheckpointError(told) if worst == 1 else RuntimeError(told)
+    # The processes go on together or not at all.
+    told = "checkpoint: another process failed; its own error says why"
+    if worst == _DAMAGE:
+        raise CorruptCheckpointError(told)
+    if worst == _OTHER_ERROR:
+        raise RuntimeError(told)
     return result
+
+
+def _kind_of(error: Exception | None) -> int:
+    if error is None:
+        return _NO_ERROR
+    return _DAMAGE if isinstance(error, CorruptCheckpointError) else _OTHER_ERROR
 
 
 def verify_together(step: Step) -> None:
     """Checks the files of a step: no process goes on before all have checked."""
     part = slice(jax.process_index(), None, jax.process_count())
-    agreed(step.verify, part)
+    call_on_all_processes(step.verify, part)

@@ -86,7 +86,7 @@ def scaler_in(leaves: Iterable[Path]) -> dict[str, Path]:
     return found
 
 
-def move_alike(saved: Mapping[str, Any], target: Mapping[str, Any]) -> bool:
+def both_move_or_neither(saved: Mapping[str, Any], target: Mapping[str, Any]) -> bool:
     """Whether both scales move, or none moves; true if `target` holds no value.
 
     A scaler of another program that has no factor moves.
@@ -107,7 +107,9 @@ def has_value(leaf: Any) -> bool:
 def difference(name: str, saved: Any, wanted: Any) -> str:
     """Describes how an array on disk differs from the target's; `None` is no array."""
     there, here = ("not" if x is None else _description(x) for x in (saved, wanted))
-    return "" if there == here else f"{name}: {there} on disk, {here} in the target"
+    if there == here:
+        return ""
+    return f"{name}: {there} on disk, {here} in the target"
 
 
 def _description(value: Any) -> str:
@@ -214,11 +216,13 @@ def place(value: Any, like: Any) -> Any:
         value = jax.random.key_data(value)
     value = np.asarray(value)
     # No other code holds these arrays, so the CPU need not copy them.
-    array: jax.Array = (
-        jax.make_array_from_callback(value.shape, like.sharding, lambda at: value[at])
-        if committed
-        else jax.device_put(value)
-    )
+    array: jax.Array
+    if committed:
+        array = jax.make_array_from_callback(
+            value.shape, like.sharding, lambda at: value[at]
+        )
+    else:
+        array = jax.device_put(value)
     if not _tree.is_key(like):
         return array
     return jax.random.wrap_key_data(array, impl=_tree.key_impl(like))

@@ -29,7 +29,7 @@ from flax_amp._training.loss import check_loss, declared_keywords, fold_in
 from flax_amp._training.optimizer import AmpOptimizer
 from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState
-from flax_amp._training.untrained import params_of_loss, untrained
+from flax_amp._training.untrained import params_of_loss, unchanged_flags
 from flax_amp.policy import (
     MatmulDType,
     Policy,
@@ -221,7 +221,7 @@ def _loss_of_step(
         graphdef = state.graphdef
         is_nnx = graphdef is not None
         # The loss of a step sees bfloat16 parameters that train in float32.
-        first = params_of_loss(state.params, untrained(state))
+        first = params_of_loss(state.params, unchanged_flags(state))
         wrt: Any = None
         if is_nnx:
             wrt = nnx.filterlib.PathIn(*flatten_dict(first))

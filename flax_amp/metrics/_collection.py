@@ -71,9 +71,10 @@ class StepMetrics(clu_metrics.Collection):
     def _from_model_output(cls, /, **metrics: Any) -> "StepMetrics":
         if np.shape(metrics.get("grads_finite", [0])):
             raise ValueError(
-                f"StepMetrics: got metrics named {sorted(metrics)}; expected those of "
-                "one step, with a scalar 'grads_finite'. Call jax.vmap(lambda m: "
-                "StepMetrics.single_from_model_output(**m))(stacked).reduce()."
+                f"StepMetrics: got metrics named {sorted(metrics)}; expected the "
+                "metrics of one step, with a scalar 'grads_finite'. Call jax.vmap("
+                "lambda m: StepMetrics.single_from_model_output(**m))(stacked)"
+                ".reduce()."
             )
         finite = jnp.bool_(metrics.pop("grads_finite"))
         scalars = [
@@ -82,8 +83,8 @@ class StepMetrics(clu_metrics.Collection):
         by_name = dict(sorted(scalars, key=lambda item: item[0]))
         if len(by_name) < len(scalars) or "skip_rate" in by_name:
             raise ValueError(
-                f"StepMetrics: of {sorted(metrics)}, two have one name here, or one "
-                f"that is taken: {_NAMES}, 'skip_rate'. Rename yours."
+                f"StepMetrics: of {sorted(metrics)}, two metrics have the same name "
+                f"here, or a name that is taken: {_NAMES}, 'skip_rate'. Rename them."
             )
         values = jnp.float32([*by_name.values()])
         return cls(
@@ -106,8 +107,10 @@ class StepMetrics(clu_metrics.Collection):
 
     def merge(self, other: "StepMetrics") -> "StepMetrics":
         """Returns a collection of the steps of both; `other` has the later steps."""
-        if self.steps is None or other.steps is None:
-            return other if self.steps is None else self
+        if self.steps is None:
+            return other
+        if other.steps is None:
+            return self
         if different := {*self.names, *self.own} ^ {*other.names, *other.own}:
             raise ValueError(
                 f"StepMetrics: {sorted(different)} are not in all steps; expected the "
@@ -187,8 +190,9 @@ def _compute(window: StepMetrics) -> dict[str, jax.Array]:
     found["skip_rate"] = skipped / (finite + skipped)
     for name, metric in window.own.items():
         computed = metric.compute()
-        inner = computed if isinstance(computed, Mapping) else {"": computed}
-        for last, value in inner.items():
+        if not isinstance(computed, Mapping):
+            computed = {"": computed}
+        for last, value in computed.items():
             key = f"{name}/{last}".rstrip("/")
             found[key] = jnp.where(finite > 0, value, jnp.nan)
     return found

@@ -28,15 +28,19 @@ class MetricWriter(contextlib.AbstractContextManager):  # type: ignore[type-arg]
     """
 
     def __init__(self, path: Path | None, board: Any, terminal: str | None) -> None:
-        self._path, self._board, self._terminal = path, board, terminal
+        self._path = path
+        self._board = board
+        self._terminal = terminal
 
     def write_scalars(self, step: Any, scalars: Mapping[str, Any]) -> None:
         """Writes a real number for each name, or raises an error and writes nothing."""
-        step, numbers = operator.index(step), _to_numbers(scalars)
+        step = operator.index(step)
+        numbers = _to_numbers(scalars)
         now = {"step": step, "wall_time": round(time.time(), 3)}
         self._write_line(now | numbers | now)
-        for name, value in numbers.items() if self._board else ():
-            self._board.add_scalar(name, value, step)
+        if self._board:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
         if self._terminal is not None:
             shown = [n for n in numbers if "hyperparams/" not in n]
             texts = [f"{name} {numbers[name]:.4g}" for name in shown]
@@ -98,7 +102,8 @@ def create_writer(
     """
     if jax.process_index() != 0:
         return MetricWriter(None, None, None)
-    folder, board = Path(logdir), None
+    folder = Path(logdir)
+    board = None
     if tensorboard:
         try:
             from tensorboardX import SummaryWriter
@@ -114,9 +119,11 @@ def create_writer(
         options = dict(purge_step=first_step, filename_suffix=end, flush_secs=5)
         board = SummaryWriter(str(folder), **options)
     folder.mkdir(parents=True, exist_ok=True)
-    _drop_lines(folder / _NAME, math.inf if first_step is None else first_step)
-    of = f"/{total_steps}" if total_steps else ""
-    return MetricWriter(folder / _NAME, board, of if terminal else None)
+    path = folder / _NAME
+    _drop_lines(path, math.inf if first_step is None else first_step)
+    if not terminal:
+        return MetricWriter(path, board, None)
+    return MetricWriter(path, board, f"/{total_steps}" if total_steps else "")
 
 
 def _drop_lines(path: Path, first_step: float) -> None:
@@ -138,8 +145,10 @@ def read(run: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
     stands for `null`. `run` is the folder of the run, or the file.
     """
     path = Path(run)
+    if path.is_dir():
+        path /= _NAME
     found: dict[str, dict[int, float]] = {}
-    for _, step, scalars in _lines(path / _NAME if path.is_dir() else path):
+    for _, step, scalars in _lines(path):
         for name, value in scalars.items():
             series = found.setdefault(name, {})
             if step in series:  # The run was resumed before this step.
@@ -160,10 +169,13 @@ def _lines(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
             except ValueError:
                 continue
             if text.endswith("\n") and isinstance(line, dict):
-                step, _ = line.pop("step", None), line.pop("wall_time", None)
-                is_step = isinstance(step, int)
+                step = line.pop("step", None)
+                line.pop("wall_time", None)
+                if not isinstance(step, int):
+                    yield text, -1, {}
+                    continue
                 numbers = {n: x for n, x in line.items() if isinstance(x, _NUMBER)}
-                yield (text, step, numbers) if is_step else (text, -1, {})
+                yield text, step, numbers
 
 
 def _to_numbers(scalars: Mapping[str, Any]) -> dict[str, int | float]:
@@ -189,4 +201,6 @@ def _without_nan(value: Any) -> Any:
         return {str(name): _without_nan(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +48,17 @@ def plot(*runs: Run, out: Run | None = None) -> Path:
     except ImportError as error:
         told = "plot needs matplotlib. In a clone of flax_amp: pip install '.[plot]'"
         raise ImportError(told) from error
-    logged = {str(run): read(run) for run in runs}
-    panels = {name: found for name in _PANELS if (found := _lines(logged, name))}
-    if all((values == 1).all() for _, _, values, _ in panels.get("scale", [])):
-        panels.pop("scale", None)  # nothing is scaled
-    if not panels:
-        raise ValueError(
-            f"plot: {', '.join(map(str, runs)) or 'no run'} has logged none of "
-            f"{', '.join(_PANELS)}; expected one of them at least."
-        )
+    panels = _panels_of(runs)
     heights = [_PANELS[name][1] for name in panels]
     figure = Figure(figsize=(9, 0.9 + 1.05 * sum(heights)), layout="constrained")
-    folder = Path(runs[0]) if os.path.isdir(runs[0]) else Path(runs[0]).parent
-    figure.suptitle(folder.name if len(runs) == 1 else f"{len(runs)} runs")
+    folder = Path(runs[0])
+    if not folder.is_dir():
+        folder = folder.parent
+    title = folder.name
+    if len(runs) > 1:
+        title = f"{len(runs)} runs"
+        folder = Path()
+    figure.suptitle(title)
     shape: dict[str, Any] = dict(squeeze=False, sharex=True, height_ratios=heights)
     grid = figure.subplots(len(panels), **shape).flat
     for axes, name in zip(grid, panels, strict=True):
@@ -69,9 +68,23 @@ def plot(*runs: Run, out: Run | None = None) -> Path:
         style: dict[str, Any] = dict(marker="x", ms=4, linestyle="", color=_RED)
         handle = Line2D([], [], label="steps were skipped", **style)
         figure.legend(handles=[handle], fontsize=7, frameon=False, loc="upper right")
-    path = Path(out or (folder if len(runs) == 1 else Path()) / "plot.png")
+    path = Path(out or folder / "plot.png")
     figure.savefig(path, dpi=150)
     return path
+
+
+def _panels_of(runs: Sequence[Run]) -> dict[str, list[_Line]]:
+    """Returns the lines of each panel by name, or raises an error if there are none."""
+    logged = {str(run): read(run) for run in runs}
+    panels = {name: found for name in _PANELS if (found := _lines(logged, name))}
+    if all((values == 1).all() for _, _, values, _ in panels.get("scale", [])):
+        panels.pop("scale", None)  # nothing is scaled
+    if not panels:
+        raise ValueError(
+            f"plot: {', '.join(map(str, runs)) or 'no run'} has logged none of "
+            f"{', '.join(_PANELS)}; expected at least one of these metrics."
+        )
+    return panels
 
 
 def _lines(logged: dict[str, Any], panel: str) -> list[_Line]:
@@ -102,7 +115,8 @@ def _draw(axes: Any, name: str, lines: list[_Line]) -> None:
             axes.plot(skipped, 0 * skipped, "x", ms=4, **red)
     if any(label for label, *_ in lines):
         axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    low, high = min(values, default=0), max(values, default=0)
+    low = min(values, default=0)
+    high = max(values, default=0)
     if low > 0 and (name == "scale" or high > 20 * low):
         axes.set_yscale("log", base=2 if name == "scale" else 10)
 

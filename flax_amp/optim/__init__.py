@@ -74,7 +74,9 @@ def _find(name: str) -> tuple[Any, Any]:
     declared = inspect.signature(found).return_annotation
     if declared is inspect.Signature.empty:
         returns = (inspect.getdoc(found) or "").partition("Returns:")[2]
-        return found, Optimizer if "GradientTransformation" in returns else None
+        if "GradientTransformation" in returns:
+            return found, Optimizer
+        return found, None
     return found, _KINDS.get(declared)
 
 
@@ -82,7 +84,9 @@ def _find(name: str) -> tuple[Any, Any]:
 @functools.cache
 def _named(name: str) -> Any:
     make = _make_constructor(*_find(name))
-    make.__module__, make.__name__, make.__qualname__ = __name__, name, name
+    make.__module__ = __name__
+    make.__name__ = name
+    make.__qualname__ = name
     return make
 
 
@@ -102,6 +106,7 @@ else:
         if _find(name)[1] is None:
             raise AttributeError(
                 f"flax_amp.optim has no {name!r}: optax exports no optimizer or "
-                "schedule of this name. Expected one of dir(optim), or use optim.wrap."
+                "schedule of this name. Expected a name in dir(optim), or use "
+                "optim.wrap."
             )
         return _named(name)

@@ -50,7 +50,8 @@ class FactoryCall:
 
     def __init__(self, factory: Callable[..., Any], /, *args: Any, **kwargs: Any):
         if isinstance(factory, functools.partial):  # as optax.nadamw
-            args, kwargs = (*factory.args, *args), factory.keywords | kwargs
+            args = (*factory.args, *args)
+            kwargs = factory.keywords | kwargs
             factory = factory.func
         signature = inspect.signature(factory)
         bound = signature.bind(*args, **kwargs)
@@ -72,13 +73,15 @@ class FactoryCall:
 
     def _with(self, changes: Mapping[str, Any]) -> Self:
         """Returns a copy with changed arguments and states."""
-        arrays, static = dict(self._arrays), Static(self._static)
+        arrays = dict(self._arrays)
+        static = Static(self._static)
         for name, value in changes.items():
             if name not in static:  # a state
                 arrays[name] = value
                 continue
             value = _match_arrays(self._arguments()[name], value)
-            value = _rate(value) if name == "learning_rate" else value
+            if name == "learning_rate":
+                value = _rate(value)
             arrays[name], static[name] = _tree.partition(value, _tree.is_array)
             if not jax.tree.leaves(arrays[name]):
                 del arrays[name]
@@ -132,23 +135,28 @@ class FactoryCall:
             argument inside, if only a single path ends so: `init_value`,
             `learning_rate/init_value`.
         """
-        new, own, inside = self, {*self._static, *self._arrays}, self._numbers()
+        new = self
+        own_names = {*self._static, *self._arrays}
+        inside = self._numbers()
         for name, value in changes.items():
             # A name of this call comes before the same name inside.
+            is_own = name in own_names
             found = [x for x in inside if f"/{x}".endswith(f"/{name}")]
-            if name not in own and len(found) != 1:
+            if not is_own and len(found) != 1:
                 raise TypeError(
                     f"{self._name}.replace: {len(found)} arguments are {name}; "
-                    f"expected one of {', '.join(found or [*own, *inside])}."
+                    f"expected one of {', '.join(found or [*own_names, *inside])}."
                 )
-            path = name if name in own else found[0]
+            path = name if is_own else found[0]
             if path in inside and not (is_number(value) or callable(value)):
                 raise TypeError(
                     f"{self._name}.replace: {name}={value!r}; expected a number or a "
                     f"schedule in the place of {inside[path]!r}."
                 )
-            change = {name: value} if name in own else new._changed_at(found[0], value)
-            new = new._with(change)
+            if is_own:
+                new = new._with({name: value})
+            else:
+                new = new._with(new._changed_at(path, value))
         return new
 
     def _numbers(self, prefix: str = "") -> dict[str, Any]:
@@ -278,7 +286,8 @@ def _as_array_like(old: Any, new: Any) -> Any:
     """Returns a number as an array with the dtype, shape and sharding of `old`."""
     if not (is_number(old) and _tree.is_array(old) and is_number(new)):
         return _tree.own(new)
-    space: Any = jnp if isinstance(new, jax.Array) or isinstance(old, jax.Array) else np
+    is_jax = any(isinstance(x, jax.Array) for x in (old, new))
+    space: Any = jnp if is_jax else np
     fits = _is_float(old) or not _is_float(new)
     array = space.array(new, old.dtype if fits else None)
     if array.ndim < old.ndim:  # a single number for all runs of a sweep

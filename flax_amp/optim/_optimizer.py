@@ -19,7 +19,7 @@ PyTree = Any
 _COUNTS = ("count", "step_count", "step")
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 # The states of optimizers that do not update the optimizer inside at every step.
-_GATES = (
+_CONDITIONAL_STATES = (
     optax.ApplyIfFiniteState,
     optax.ConditionallyMaskState,
     optax.ConditionallyTransformState,
@@ -90,8 +90,9 @@ class Optimizer(FactoryCall):
         """
         if self.opt_state is None:
             raise RuntimeError(
-                f"{self._name}.update: it has no state; call tx = tx.init(params) "
-                "first. Inside of optax.chain and the like, pass tx.to_optax()."
+                f"{self._name}.update: the optimizer has no state; call tx = "
+                "tx.init(params) first. Inside of optax.chain and the like, pass "
+                "tx.to_optax()."
             )
         tx = self.build()
         updates, state = tx.update(grads, self.opt_state, params, **extra_args)
@@ -131,16 +132,21 @@ class Optimizer(FactoryCall):
         optimizer.
         """
         whole = pure(self)
-        found, count = whole._numbers(), _count(whole.opt_state)
+        found = whole._numbers()
+        count = _count(whole.opt_state)
         # Without the numbers inside of a schedule, whose value is listed.
         found = {p: x for p, x in found.items() if p.rpartition("/")[0] not in found}
         ends = Counter(path.rpartition("/")[2] for path in found)
         values = dict[str, Any]()
         for path, value in found.items():
-            end = path.rpartition("/")[2]
-            if not callable(value) or count is not None:
-                name = end if ends[end] == 1 else path
-                values[name] = value(count) if callable(value) else value
+            if callable(value):
+                if count is None:
+                    continue
+                value = value(count)
+            name = path.rpartition("/")[2]
+            if ends[name] > 1:
+                name = path
+            values[name] = value
         for node in _tree.nodes(whole.opt_state, INJECTED):
             values |= node.hyperparams
         # Copies, because the state may be donated.
@@ -157,7 +163,8 @@ def check_optimizer(tx: Any, caller: str) -> None:
         kind = getattr(tx, "__name__", type(tx).__name__)
         raise TypeError(
             f"{caller}: got {kind!r}; expected an optimizer, with init and update. If "
-            "it is a function that makes one, call it: optax.adam(1e-3)."
+            f"{kind} is a function that makes an optimizer, call the function: "
+            "optax.adam(1e-3)."
         )
 
 
@@ -184,11 +191,13 @@ def _count(opt_state: PyTree) -> Any:
     # such record.
     if opt_state is None:
         return jnp.zeros((), jnp.int32)
-    # Behind a gate around the whole optimizer, every count waits alike. Without a gate,
-    # all counts are equal, so that the first count stands for the counts of all
-    # schedules.
-    inside = tuple(opt_state) if isinstance(opt_state, _GATES) else opt_state
-    if _tree.nodes(inside, _GATES):
+    # Inside of a conditional state around the whole optimizer, every count waits alike.
+    # Without conditional states, all counts are equal, so that the first count stands
+    # for the counts of all schedules.
+    inside = opt_state
+    if isinstance(opt_state, _CONDITIONAL_STATES):
+        inside = tuple(opt_state)
+    if _tree.nodes(inside, _CONDITIONAL_STATES):
         return None
     counts = [node.count for node in _tree.nodes(inside, optax.ScaleByScheduleState)]
     named = jax.tree_util.tree_leaves_with_path(inside)

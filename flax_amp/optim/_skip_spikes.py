@@ -77,7 +77,7 @@ class _SpikeSkipper:
         if not isinstance(state, SpikeState):
             raise TypeError(
                 f"flax_amp.optim.skip_spikes: update got a {type(state).__name__} as "
-                "state; expected that of tx.init, or of the last tx.update."
+                "state; expected the state of tx.init, or of the last tx.update."
             )
         is_spike, histories = self._judge(state, _judged_values(updates, extra))
         new, inner_state = taking_any(self.inner).update(
@@ -88,7 +88,8 @@ class _SpikeSkipper:
         new = _tree.select(is_spike, optax.tree.zeros_like(new), new)
         inner_state = _tree.select(is_spike, state.inner_state, inner_state)
         one_more = optax.safe_increment
-        total, in_a_row = state.spikes_total, state.spikes_in_a_row
+        total = state.spikes_total
+        in_a_row = state.spikes_in_a_row
         return new, SpikeState(
             **histories,
             spikes_total=jnp.where(is_spike, one_more(total), total),

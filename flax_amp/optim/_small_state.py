@@ -43,10 +43,10 @@ _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 _SUMS = ("acc_grads", "grad_acc")
 # The states of optimizers that may be around an optimizer and change no update, except
 # to zeros, each with its field for the state inside.
-_AROUND = dict.fromkeys(
+_INNER_FIELD_OF = dict.fromkeys(
     (optax.ApplyIfFiniteState, SpikeState, *INJECTED), "inner_state"
 )
-_AROUND |= {Optimizer: "opt_state", optax.MultiStepsState: "inner_opt_state"}
+_INNER_FIELD_OF |= {Optimizer: "opt_state", optax.MultiStepsState: "inner_opt_state"}
 
 
 class SmallState(NamedTuple):
@@ -146,7 +146,10 @@ class _RoundingOptimizer:
         the new state must have the same dtypes.
         """
         own = jax.eval_shape(self.inner.init, params)
-        cast = lambda x, like: x.astype(like.dtype) if _is_bfloat16(x) else x  # noqa: E731
+
+        def cast(leaf: Any, like: Any) -> Any:
+            return leaf.astype(like.dtype) if _is_bfloat16(leaf) else leaf
+
         return jax.tree.map(cast, stored, own)
 
     def _rounded(self, x: jax.Array, key: jax.Array, path: Any) -> jax.Array:
@@ -193,7 +196,7 @@ def small_state(
     """
     name = "flax_amp.optim.small_state"
     if getattr(dtype, "__name__", str(dtype)) not in ("bfloat16", "bf16"):
-        raise ValueError(f"{name}: {dtype=}; expected bfloat16. Leave it out.")
+        raise ValueError(f"{name}: {dtype=}; expected bfloat16. Leave dtype out.")
     if rounding not in ("stochastic", "nearest"):
         raise ValueError(f"{name}: {rounding=}; expected 'stochastic' or 'nearest'.")
     check_optimizer(tx, name)
@@ -276,7 +279,7 @@ def rounds_parameters(opt_state: PyTree) -> bool:
         return True
     if type(opt_state) is tuple and opt_state:  # the state of a chain
         return rounds_parameters(opt_state[-1])
-    for kind, field in _AROUND.items():
+    for kind, field in _INNER_FIELD_OF.items():
         if isinstance(opt_state, kind):
             return rounds_parameters(getattr(opt_state, field))
     return False

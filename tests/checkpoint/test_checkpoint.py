@@ -155,7 +155,7 @@ def test_nnx_objects_go_on_as_they_were_or_stay_as_they_are(tmp_path):
 
 FALL = optax.linear_schedule(0.1, 0.0, 10)
 INJECT = optax.inject_hyperparams(optax.sgd)
-RATE = "rate is 0.1 on disk and 0.5 in the target.*those on disk"
+RATE = "rate is 0.1 on disk and 0.5 in the target.*the values on disk"
 CHANGES = {  # the optimizers of a checkpoint and of the code, and what is told
     "optim": (optim.sgd(0.1), optim.sgd(0.5), RATE),
     "inject": (INJECT(0.1), INJECT(0.5), RATE),

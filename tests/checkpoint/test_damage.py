@@ -198,7 +198,7 @@ def test_an_outage_is_not_taken_for_damage(steps, error, place, monkeypatch):
 
 def test_another_format_and_another_number_are_named(steps):
     shutil.copytree(steps / "1", steps / "9")
-    with pytest.warns(WARNING, match="step 9 is damaged: .*those of step 1"):
+    with pytest.warns(WARNING, match="step 9 is damaged: .*the files of step 1"):
         assert int(checkpoint.restore(steps, make_state()).step) == 2
     path = steps / "9" / METADATA
     content = json.loads(path.read_text())
@@ -244,7 +244,9 @@ def test_a_damaged_step_before_an_intact_one_stays(steps):
     (steps / "1/default/_METADATA").unlink()
     with (
         checkpoint.manager(steps) as manager,
-        pytest.warns(WARNING, match="holds step 2, newer than the state; it stays"),
+        pytest.warns(
+            WARNING, match="holds step 2, newer than the state; this step stays"
+        ),
     ):
         assert not checkpoint.save(manager, make_state(1), {"loss": 1.0})
     assert not changed(make_state(2), checkpoint.restore(steps, make_state()))

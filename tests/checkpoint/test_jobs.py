@@ -136,7 +136,7 @@ def test_the_last_manager_lets_go(tmp_path):
             assert checkpoint.save(second, state(2))
         assert not is_free(tmp_path)
     assert is_free(tmp_path)
-    with pytest.raises(RuntimeError, match="is closed; expected an open one"):
+    with pytest.raises(RuntimeError, match="is closed; expected an open manager"):
         checkpoint.save(first, state(3))
     assert is_free(tmp_path)
     first.close()

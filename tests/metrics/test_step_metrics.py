@@ -188,7 +188,7 @@ def test_stacked_steps_of_a_scan_and_of_devices():
         stacked
     )
     assert computed(gathered.unreplicate()) == pytest.approx(expected)
-    with pytest.raises(ValueError, match=r"expected those of one step.*jax.vmap"):
+    with pytest.raises(ValueError, match=r"expected the metrics of one step.*jax.vmap"):
         StepMetrics.empty().add(stacked)
 
 
@@ -218,12 +218,15 @@ def test_equal_values_neither_drift_nor_overflow(value, steps):
 
 
 MESSAGES = [
-    (lambda: gather([{"loss": 1.0}]), r"\['loss'\]; expected those of one step, w"),
+    (
+        lambda: gather([{"loss": 1.0}]),
+        r"\['loss'\]; expected the metrics of one step, w",
+    ),
     (
         lambda: gather([report(1.0) | {"scale": 3.0}]),
-        "two have one name.*'scaler': 'sc",
+        "two metrics have the same name.*'scaler': 'sc",
     ),
-    (lambda: gather([report(1.0, skip_rate=1.0)]), "'skip_rate'. Rename yours"),
+    (lambda: gather([report(1.0, skip_rate=1.0)]), "'skip_rate'. Rename them"),
     (
         lambda: gather([report(1), report(1, own=1.0)]),
         r"\['own'\] are not in all steps",

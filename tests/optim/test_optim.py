@@ -208,7 +208,9 @@ def test_state_with_several_optimizers():
     np.testing.assert_allclose(changed.params["b"], 1 - 0.04, rtol=1e-6)
     with pytest.raises(TypeError, match="got learning_rate; .*0/learning_rate"):
         state.replace_hyperparams(learning_rate=0.1)
-    with pytest.raises(TypeError, match="Expected those of .* of flax_amp.optim"):
+    with pytest.raises(
+        TypeError, match="Expected hyper-parameters of .* of flax_amp.optim"
+    ):
         linear_state(optax.adam(0.1)).replace_hyperparams(learning_rate=0.1)
 
 

@@ -597,15 +597,13 @@ def test_a_state_is_saved_and_restored(tmp_path):
     ],
 )
 def test_no_optimizer(make, tx, name):
-    text = (
-        rf"flax_amp.optim.{make.__name__}: got {name}; .* call it: optax.adam\(1e-3\)"
-    )
+    text = rf"flax_amp.optim.{make.__name__}: got {name}; .* call the function: optax"
     with pytest.raises(TypeError, match=text):
         make(tx)
 
 
 def test_a_factory_of_no_optimizer():
-    with pytest.raises(TypeError, match=r"mine: got 'adam'; .* call it"):
+    with pytest.raises(TypeError, match=r"mine: got 'adam'; .* call the function"):
 
         def mine():
             return optax.adam

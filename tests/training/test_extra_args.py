@@ -261,5 +261,5 @@ def test_a_line_search_is_refused_by_name(tx, kind):
         optimizer = make(model, tx, wrt=nnx.Param)
         return make_nnx_train_step(line_loss)(model, optimizer, linear_batch())
 
-    advice = r"missing .*'value_fn'; expected one that takes only value, loss, grad"
+    advice = r"missing .*'value_fn'; expected an optimizer that takes only value"
     raised(call, TypeError, rf"train_step: .*{advice}.* A line search \(value_fn\)")

@@ -199,7 +199,7 @@ TABLE = {
             opt_state=optax.sgd(0.1).init({"w": X})
         ),
         # near misses
-        "AmpTrainState.create: got 'adam'; .*call it: optax.adam\\(1e-3\\)": created(
+        "AmpTrainState.create: got 'adam'; .*call the function: optax": created(
             tx=optax.adam, param_dtype=jnp.bfloat16
         ),
         "AmpOptimizer: got 'adam'": later(AmpOptimizer, MODEL, optim.adam),
@@ -266,7 +266,11 @@ def test_the_precision_of_the_step_wins(holder):
     state = linear_state(precision="bf16-mixed", scaler=None)
     call, error, held = {
         "state": (lambda: step(state, linear_batch()), UserWarning, "'bf16-mixed' of"),
-        "plain": (lambda: nnx_step(MODEL, plain, X), TypeError, "that of a plain nnx."),
+        "plain": (
+            lambda: nnx_step(MODEL, plain, X),
+            TypeError,
+            "the precision of a plain",
+        ),
     }[holder]
     raised(call, error, f"precision='16-mixed' of the step wins over {held}")
 
@@ -298,7 +302,7 @@ def sowing(loss, **options):
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_models_that_sow():
     """The advice works."""
-    advice = r"return it: \(loss, nnx.pop\(model, nnx.Intermediate\)\), with has_aux"
+    advice = r"return these values: \(loss, nnx.pop\(model, nnx.Intermediate\)\)"
     message = rf"\['out'\]\[0\]: absent before, float32.*{advice}"
     raised(lambda: sowing(lambda m, b: m(b)), ValueError, message)
     (out,) = jax.tree.leaves(sowing(popping, has_aux=True)[-1]["out"])

@@ -280,7 +280,7 @@ def test_they_are_not_replaced():
     """Optax would overwrite that of a schedule."""
     state = linear_state(OPTIMIZERS["optim beside"][0])
     assert state.replace_hyperparams(**{f"0/{RATE}": 0.5}).step == 0
-    message = f"got 1/{RATE}; .*what optax.inject_hyperparams keeps cannot"
+    message = f"got 1/{RATE}; .*values that optax.inject_hyperparams keeps cannot"
     call = lambda: state.replace_hyperparams(**{f"1/{RATE}": 0.5})  # noqa: E731
     raised(call, TypeError, message)
     call = lambda: linear_state(ADAM(0.1)).replace_hyperparams(eps=0.5)  # noqa: E731

@@ -77,9 +77,9 @@ LOW = init_scaler(scaler=2.0**-22)
 RUNS = [
     (grads_loss, jnp.nan, "16-mixed", None, 20, "loss is not finite, .* scale changes"),
     (stats_loss, jnp.inf, "32-true", None, 20, "updated variables"),
-    (sqrt_loss, 1.0, "16-mixed", None, 50, "those of a sqrt, .*stop_gradient"),
-    (sqrt_loss, 1.0, "bf16-mixed", None, 20, "those of a sqrt, .*stop_gradient"),
-    (sqrt_loss, 1.0, "16-mixed", LOW, 20, "those of a sqrt"),
+    (sqrt_loss, 1.0, "16-mixed", None, 50, "gradients of a sqrt, .*stop_gradient"),
+    (sqrt_loss, 1.0, "bf16-mixed", None, 20, "gradients of a sqrt, .*stop_gradient"),
+    (sqrt_loss, 1.0, "16-mixed", LOW, 20, "gradients of a sqrt"),
     (sqrt_loss, 1.0, "16-mixed", SLOW, 50, "has not ended"),
 ]
 
@@ -134,7 +134,7 @@ def test_names_the_gradients_that_are_not_finite():
 def test_a_state_that_a_later_step_has_deleted():
     state, metrics = run(make_state(no_scaler(), precision="bf16-mixed"), GOOD)
     step_of(loss_fn)(state, GOOD)
-    told = r"^check_progress: state\..* was deleted .*Expected what the last step left"
+    told = r"^check_progress: state\..* was deleted .*Expected the arrays that the last"
     with pytest.raises(RuntimeError, match=told):
         check_progress(state, metrics)
 

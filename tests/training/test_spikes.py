@@ -203,7 +203,7 @@ def test_check_progress_names_spikes():
     state, step = trained("linen", AmpTrainState)
     after, metrics = step(state, a_batch(20, 1e3))
     call = functools.partial(check_progress, after, metrics, max_skips=1)
-    raised(call, StuckError, "far above the recent ones: flax_amp.optim.skip_spikes")
+    raised(call, StuckError, "far above the recent values: flax_amp.optim.skip_spikes")
     # A bad batch after the spike is what it is.
     after, metrics = step(after, a_batch(21, poisoned=True))
     call = functools.partial(check_progress, after, metrics, max_skips=1)
