@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings(
 # Calls that are evaluated in place.
 INLINED = ("closed_call", "eval_jaxpr")
 # Their primitives stand in kernels only, or need other packages.
-_KERNELS = ("pallas", "mosaic", "jax2tf", "test_util")
+_KERNELS = ("pallas", "mosaic", "tpu_custom_call", "jax2tf", "test_util")
 
 
 for _name in (
