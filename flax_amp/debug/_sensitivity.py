@@ -351,6 +351,22 @@ def _run_copies(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any
     return [values[0]] * len(eqn.outvars)
 
 
+def _run_reduce_precision(
+    run: _Switched, eqn: Eqn, values: Sequence[Any]
+) -> Sequence[Any]:
+    """Copies a value if the digits of the equation are the digits of half precision.
+
+    JAX puts such a `reduce_precision` around values that are stored for the backward
+    pass. Here the equation would round a value whose switch is off. With other digits,
+    the equation is the user's, who rounds in float32 as well.
+    """
+    digits = jnp.finfo(run.half)
+    bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+    if bits == (digits.nexp, digits.nmant):
+        return _run_copies(run, eqn, values)
+    return _run_arithmetic(run, eqn, values)
+
+
 def _run_spread(run: _Switched, eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     """Broadcasts float32 numbers, and limits numbers beyond the range of half.
 
@@ -483,8 +499,7 @@ _RULES: dict[str, _Rule] = {
     "cond": _run_cond,
     "while": _run_while,
     "shard_map": _run_shard_map,
-    # A `reduce_precision` of half precision is to the digits of that dtype: a copy.
-    "reduce_precision": _run_copies,
+    "reduce_precision": _run_reduce_precision,
     "flax_amp_copies": _run_copies,
     "flax_amp_stored": _run_copies,
     "flax_amp_spread": _run_spread,

@@ -286,6 +286,23 @@ def test_matmuls_of_amp(option):
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("mantissa_bits", [3, 7, 9])
+def test_digits_that_the_user_reduces(mantissa_bits):
+    """JAX reduces to the digits of half precision; other digits are the user's."""
+
+    def loss(w, x):
+        with jax.named_scope("reduced"):
+            y = lax.reduce_precision(x @ w, 8, mantissa_bits)
+        return last(w, y)
+
+    policy = flax_amp.default_amp_policy | {"reduced": jnp.bfloat16}
+    trials, parts, roundings = asked(loss, W, X, amp_policy=policy)
+    assert agree(roundings.error(parts), measured(trials, []))
+    if mantissa_bits != 7:  # the program in float32 has them, too
+        assert roundings.error([]) < 1e-4
+
+
+@pytest.mark.once
 def test_nnx():
     apply, model = of_nnx(lambda x, a, b: (x + a) @ jnp.eye(WIDTH) - a)
     x = jnp.linspace(-1, 1, 5 * WIDTH).reshape(5, WIDTH)
