@@ -98,12 +98,6 @@ def _value(key: str, figures: Figures) -> Any:
     return _SUMMARIES[summary](value) if summary and value else value
 
 
-def ratio(key: str, label: str, base: str, cells: Cells) -> float | None:
-    """Returns the ratio of a figure of a variant to that of another one, if known."""
-    value, other = (_value(key, cells.get(name, {})) for name in (label, base))
-    return _ratio(value, other) if value and other else None
-
-
 def _ratio(figure: Any, other: Any) -> float:
     """Returns a ratio; of samples, which are in pairs, the geometric mean."""
     if not isinstance(figure, list):

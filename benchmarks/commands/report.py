@@ -1,5 +1,6 @@
 """`report`: the tables of all that is in the folder of results, and their figure."""
 
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from benchmarks import models, variants
 from benchmarks.request import Request
 from benchmarks.results import Figures, Results
 from benchmarks.show import markdown_table, write_page
-from benchmarks.tables import SECTIONS, ratio
+from benchmarks.tables import SECTIONS
 
 _TITLE = """# Results
 
@@ -139,15 +140,15 @@ def _first_page(found: Sequence[Results], base: str) -> str:
     """
     rows = []
     for title, (command, target, key) in _FIRST_PAGE.items():
+        section = dataclasses.replace(SECTIONS[command], baselines=(base,))
         cells: dict[str, Any] = {}
         for each in found:
             is_target = each.target == target or not target
             if each.command == command and is_target and each.size != "tiny":
                 cells |= each.cells
-        ratios = [ratio(key, "amp_bf16", base, cells.get(model, {})) for model in _FIVE]
-        row = [f"{x:.2f}" if x else "-" for x in ratios]
+        ratios = [section.ratios(key, "amp_bf16", cells.get(x, {})) for x in _FIVE]
         if any(ratios):
-            rows.append([title, *row])
+            rows.append([title, *(f"{x[0]:.2f}" if x else "-" for x in ratios)])
     return markdown_table([_BASES[base], *_FIVE.values()], rows, words=1)
 
 
