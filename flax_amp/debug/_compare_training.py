@@ -274,7 +274,8 @@ def compare_training(
       **options: options of the step for all precisions, such as `has_aux=True`.
 
     Returns:
-      A `TrainingComparison`. Print it, `plot` it, or take its `outside`.
+      A `TrainingComparison`. Print the comparison, draw the curves with `plot`, or
+      take the precisions that are `outside`.
 
     Raises:
       TypeError: if an argument is of a wrong kind.
