@@ -103,7 +103,7 @@ _rewriter/origins.py
 + classes[(*key, root)] = root
 
 _rewriter/rule.py
-  rewriter/test_reduce_in_float32.py::test_float32_sums[custom_vjp-bfloat16]
+  rewriter/test_weight_matmuls.py::test_float32_sums[custom_vjp-bfloat16]
 - is_wide |= not self.to_gradients.isdisjoint(node.eqn.outvars)
 + pass
   rewriter/test_six_lines.py::test_each_layer_between_matmuls
@@ -181,19 +181,19 @@ _rewriter/row_matmuls.py
 + if False:
 
 _rewriter/stored.py
-  rewriter/test_memory.py::test_the_forward_pass_rounds
+  rewriter/test_stored.py::test_the_forward_pass_rounds
 - elif is_rounded and not in_backward and copies > 1:
 + elif False:
-  rewriter/test_memory.py::test_barriers_of_a_marked_value
+  rewriter/test_stored.py::test_barriers_of_a_marked_value
 - elif in_backward and platform in platforms:
 + elif platform in platforms:
-  rewriter/test_memory.py::test_maxima_of_each_platform
+  rewriter/test_stored.py::test_maxima_of_each_platform
 - if in_backward and platform in ON_GPU:
 + if False:
-  rewriter/test_memory.py::test_gradients_through_maxima
+  rewriter/test_stored.py::test_gradients_through_maxima
 - params["again"] = params["again"].batched()
 + pass
-  rewriter/test_memory.py::test_a_maximum_of_what_is_stored_is_stored
+  rewriter/test_stored.py::test_a_maximum_of_what_is_stored_is_stored
 - if not all(available[1:]):
 + if False:
 
@@ -210,20 +210,20 @@ _rewriter/bodies.py
   rewriter/test_fp8.py::test_a_policy_for_dots_saves_matmuls_in_fp8
 - params["policy"] = PolicyOfPlainMatmuls(params["policy"])
 + pass
-  rewriter/test_reduce_in_float32.py::test_a_policy_of_a_checkpoint_sees_plain_matmuls
+  rewriter/test_weight_matmuls.py::test_a_policy_of_a_checkpoint_sees_plain_matmuls
 - params["policy"] = PolicyOfWeightMatmuls(params["policy"])
 + pass
 
 _rewriter/weight_matmuls.py
-  rewriter/test_reduce_in_float32.py::test_float32_sums[plain-bfloat16]
+  rewriter/test_weight_matmuls.py::test_float32_sums[plain-bfloat16]
 - cotangent = _with_weight_matmul(of_plain, g, *others, half=half, dtype=aval.dtype)
 + cotangent = _with_weight_matmul(of_plain, g, *others, half=half, dtype=half)
-  rewriter/test_reduce_in_float32.py::test_the_matmuls_of_other_devices_read_halves
+  rewriter/test_weight_matmuls.py::test_the_matmuls_of_other_devices_read_halves
 - factors = [to_half(x, half) for x in operands[:2]]
 + factors = operands[:2]
 
 _rewriter/custom_derivatives.py
-  rewriter/test_custom_derivatives.py::test_what_it_closes_over_has_no_derivative
+  rewriter/test_closures.py::test_what_it_closes_over_has_no_derivative
 - if atom in self.differentiated:
 + if False:
   debug/test_nonfinite_inside.py::test_a_line_of_a_rule_with_matmuls
@@ -231,7 +231,7 @@ _rewriter/custom_derivatives.py
 + with jax.named_scope(""):
 
 _rewriter/closures.py
-  rewriter/test_custom_derivatives.py::test_a_rule_that_closes_over_a_traced_value
+  rewriter/test_closures.py::test_a_rule_that_closes_over_a_traced_value
 - found = _captured_by(eqn, made)
 + found = None
 
@@ -249,12 +249,12 @@ _rewriter/transform.py
 + is_identity = False
 
 _rewriter/nnx_scopes.py
-  rewriter/test_scope_keys.py::test_nothing_is_left_behind
+  rewriter/test_nnx_scopes.py::test_nothing_is_left_behind
 - vars(value).pop(_NAME, None)
 + pass
 
 _rewriter/policy_warnings.py
-  rewriter/test_policy_messages.py::test_no_false_alarm
+  rewriter/test_policy_warnings.py::test_no_false_alarm
 - if kept and "" not in kept:
 + if kept:
 
@@ -301,7 +301,7 @@ _training/core.py
   training/test_writes.py::test_the_model_is_left_as_plain_nnx_leaves_it
 - left = state.replace(params=_tree.combine(new_params, state.params))
 + left = state
-  training/test_extra_args.py::test_the_numbers_are_those_of_the_step
+  optim/test_extra_args.py::test_the_numbers_are_those_of_the_step
 - extra_args=dict(value=output.loss, loss=output.loss, grad_norm=norm),
 + extra_args=dict(value=norm, loss=output.loss, grad_norm=norm),
   training/test_spikes.py::test_a_spike_changes_nothing_else
@@ -310,7 +310,7 @@ _training/core.py
   training/test_spikes.py::test_a_step_that_is_not_finite_is_no_spike
 - opt_state = _tree.select(is_finite, recorded, old.opt_state)
 + opt_state = recorded
-  training/test_finite.py::test_a_step_decides_by_the_squares_of_the_gradients
+  training/test_optimizer.py::test_a_step_decides_by_the_squares_of_the_gradients
 - backward_finite = _tree.all_finite((square_norm, result.overwrite))
 + backward_finite = _tree.all_finite(result.grads)
 
@@ -346,14 +346,14 @@ _training/passes.py
 + pass
 - new_params=_tree.map_or_none(average_variable, output.new_params, params),
 + new_params=output.new_params,
-  training/test_averaging.py::test_the_average_is_that_of_the_whole_batch
+  training/test_passes.py::test_the_average_is_that_of_the_whole_batch
 - return jax.tree.map(lambda x: jnp.where(weight != 0, weight * x, 0), tree)
 + return jax.tree.map(lambda x: weight * x, tree)
 - sums = jax.lax.psum(_weigh(tree, weight), axis_name)
 + sums = jax.lax.psum(tree, axis_name)
 - weight = None if weights is None else weights.sum()
 + weight = None if weights is None else weights.mean()
-  training/test_averaging.py::test_a_guarded_loss_without_weight
+  training/test_passes.py::test_a_guarded_loss_without_weight
 - loss = jnp.where(is_mean, output.loss, jnp.nan)
 + loss = output.loss
   training/test_writes.py::test_a_micro_batch_without_weight_writes_nothing
@@ -361,10 +361,10 @@ _training/passes.py
 + return new
 
 _training/loss_checks.py
-  training/test_averaging.py::test_a_weight_has_no_derivative
+  training/test_loss_checks.py::test_a_weight_has_no_derivative
 - if output.weight is not None and not observer.has_looked:
 + if False:
-  training/test_averaging.py::test_over_devices
+  training/test_loss_checks.py::test_over_devices
 - same_on = self._options.axes if self._options.accum_steps == 1 else ()
 + same_on = ()
   training/test_writes.py::test_parameters_that_a_call_hands_on_are_not_written
@@ -392,7 +392,7 @@ _training/untrained.py
 + return _tree.float32_if_bfloat16(leaf)
 
 _training/dependence.py
-  training/test_averaging.py::test_no_other_loss_warns
+  training/test_loss_checks.py::test_no_other_loss_warns
 - may_be_total = varies and on_parameters is OnParameters.NOT
 + may_be_total = varies
 - return x._replace(division=None, is_total=x.is_total and keeps_total)
@@ -401,17 +401,17 @@ _training/dependence.py
 + one_is_enough = True
 - if name in _SUMS and not result.aval.shape:
 + if name in _SUMS:
-  training/test_averaging.py::test_a_mean_over_a_total_warns_once
+  training/test_loss_checks.py::test_a_mean_over_a_total_warns_once
 - varies = any(x.varies for x in operands) or name.startswith(_RANDOM)
 + varies = any(x.varies for x in operands)
 - is_power = eqn.primitive.name == "integer_pow"
 + is_power = False
-  training/test_averaging.py::test_a_weight_has_no_derivative
+  training/test_loss_checks.py::test_a_weight_has_no_derivative
 - if name in _ZERO_DERIVATIVE or not _is_inexact(result):
 + if False:
 
 _training/step_call.py
-  training/test_messages.py::test_an_array_in_two_places_is_copied
+  training/test_step_call.py::test_an_array_in_two_places_is_copied
 - leaf = _tree.own(leaf) if id(leaf) in seen else leaf
 + pass
 
@@ -429,7 +429,7 @@ _training/nnx_step.py
 + held: dict[str, Any] = {}
 
 checkpoint/_manager.py
-  checkpoint/test_jobs.py::test_nothing_complete_is_lost_or_replaced
+  checkpoint/test_directory.py::test_nothing_complete_is_lost_or_replaced
 - newest = next(filter(self._is_intact, others), None)
 + newest = None
 
@@ -544,7 +544,7 @@ optim/_skip_spikes.py
 + leaves
 
 metrics/_collection.py
-  metrics/test_step_metrics.py::test_a_window_is_what_its_steps_reported
+  metrics/test_collection.py::test_a_window_is_what_its_steps_reported
 - share = other.steps[0] / jnp.maximum(steps[0], 1)
 + share = 0.5
 - steps=jnp.int32([finite, ~finite]),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from flax_amp import _source, amp, default_amp_policy
+from flax_amp._rewriter.stored import EVERYWHERE
 
 HALVES = (jnp.float16, jnp.bfloat16)
 # On the other versions of JAX one dtype is enough: they treat both in the same way.
@@ -99,6 +100,13 @@ def assert_all_in(fn: Callable[..., Any], *args: Any, dtype: Any, count: int) ->
     found = dtypes_of(fn, *args)
     assert len(found) == count, f"{len(found)} matmuls, expected {count}: {found}"
     assert all(set(dtypes) == {name} for dtypes in found), found
+
+
+def barriers(fn: Callable[..., Any], *args: Any) -> dict[str, int]:
+    """How many barriers there are in a function compiled for each platform."""
+    traced = jax.jit(fn).trace(*args)
+    lowered = {p: traced.lower(lowering_platforms=(p,)) for p in EVERYWHERE}
+    return {p: x.as_text().count("optimization_barrier") for p, x in lowered.items()}
 
 
 def relative_error(actual: Any, expected: Any) -> float:

@@ -1,4 +1,7 @@
-"""Imports run one way; the core knows no framework; examples use public names."""
+"""Imports run one way; the core knows no framework; test files mirror the package.
+
+Examples use public names.
+"""
 
 import ast
 import os
@@ -103,6 +106,70 @@ def test_examples_use_public_names_only():
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 used |= {node.attr} if node.value.id == "flax_amp" else set()
         assert used <= set(flax_amp.__all__), path
+
+
+# Test files of a behavior, each with the reason why the test file has not the name of a
+# source file. CONTRIBUTING.md has a table of these files.
+ACROSS_FILES = {
+    # the whole project
+    "layering": "reads the imports and the names of all files",
+    "recipes": "runs the programs of the README and of docs/recipes",
+    "types": "is code of users, for type checkers",
+    # the rewriter
+    "flax_models": "whole models go through all files of the rewriter",
+    "float32_result": "a value of a policy, which roles.py, rule.py and emit.py follow",
+    "graph_policy": "a policy, whose values roles.py and flow.py follow",
+    "hard_losses": "the errors of whole losses depend on all files of the rewriter",
+    "numerics": "casts.py, roles.py and primitives.py keep range and digits together",
+    "six_lines": "the six lines of the rule hold for all files of the rewriter",
+    "upgrade_flags": "_compat.py, transform.py and policy_warnings.py handle the flags",
+    # a step
+    "messages": "every file of a step has errors for bad arguments, losses and states",
+    "metrics": "core.py, loss.py and optimizer.py make the metrics of a step",
+    "precision": "a word that policy.py reads, and every step and state takes",
+    "settings": "each setting meets each kind of run, through the whole step",
+    "sharded": "whole steps over devices have to equal steps on one device",
+    "spikes": "core.py, progress.py and optim/_skip_spikes.py skip a step together",
+    "writes": "loss.py, loss_checks.py, passes.py and core.py keep what a loss wrote",
+    # a directory of checkpoints
+    "bucket": "every file of checkpoint/ may read or write a bucket",
+    "checkpoint": "a save and its restore go through most files of checkpoint/",
+    "kills": "a kill may end a save in any file of checkpoint/",
+    "topologies": "_state.py and _trees.py read arrays for other devices and processes",
+    # optimizers
+    "optim": "optimizers in steps and on disk need _call.py and _optimizer.py",
+    "table": "every optimizer of optax goes through all files of the interface",
+}
+
+
+def is_named_after(name, folder):
+    """Whether a file in a folder has this name, or the first words of this name."""
+    words = name.split("_")
+    beginnings = {"_".join(words[: n + 1]) for n in range(len(words))}
+    sources = {path.stem.removeprefix("_") for path in folder.glob("*.py")}
+    return not sources.isdisjoint(beginnings)
+
+
+def test_a_test_file_has_the_name_of_its_source_file():
+    """A suffix is free: `_nonfinite.py` has `test_nonfinite_inside.py`, too."""
+    package, seen = ROOT / "flax_amp", set()
+    for folder in {path.parent for path in PACKAGE}:
+        room = folder.relative_to(package).as_posix().removeprefix("_")
+        for path in (ROOT / "tests" / room).glob("test_*.py"):
+            name = path.stem.removeprefix("test_")
+            seen.add(name)
+            assert is_named_after(name, folder) != (name in ACROSS_FILES), (
+                f"{path}: expected the name of a file of {folder}, or else an entry in "
+                "ACROSS_FILES, with the reason"
+            )
+    assert seen >= set(ACROSS_FILES)
+
+
+def test_the_table_of_behaviors_has_each_of_these_test_files():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    section = page.split("## Which test file pins a file")[1].split("\n## ")[0]
+    _, *rows = re.findall(r"(?m)^\|.*\|(.+)\|$", section)
+    assert {n for row in rows for n in re.findall(r"`(\w+)`", row)} == {*ACROSS_FILES}
 
 
 HEAVY = {"orbax", "clu", "tensorboardX", "matplotlib"}

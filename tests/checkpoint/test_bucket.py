@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket, which an emulator serves.
+"""Checkpoints in a bucket that an emulator serves, over all files of `checkpoint`.
 
 Real are the client that `epath` uses (gcsfs), TensorStore's driver for `gs://`, and
 Orbax. The emulator has neither accounts nor folders, as buckets with a hierarchical

@@ -1,4 +1,4 @@
-"""What is saved and comes back, what a manager keeps, and every message."""
+"""Saves, restores and their messages, over _manager.py, _state.py, _steps.py."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""Saves that do not end: kills in the middle, and disks that are full."""
+"""Saves that a kill or a full disk ends, over _manager.py, _state.py and _steps.py."""
 
 import random
 import resource

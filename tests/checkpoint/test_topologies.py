@@ -1,4 +1,4 @@
-"""A checkpoint fits other devices, other meshes and other numbers of processes."""
+"""Restores on other meshes and by other processes, over _state.py and _trees.py."""
 
 import json
 import os

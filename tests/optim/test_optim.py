@@ -1,4 +1,4 @@
-"""Pytree optimizers: their interface, inside of each other, in steps and on disk."""
+"""Pytree optimizers in steps and on disk, over __init__.py, _call.py, _optimizer.py."""
 
 import ast
 import gc

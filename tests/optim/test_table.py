@@ -1,4 +1,4 @@
-"""Every optimizer of optax as a pytree: one table of optimizers and transformations.
+"""Every optimizer of optax as a pytree, over __init__.py, _call.py and _optimizer.py.
 
 A check raises an `AssertionError` where the pytree optimizer and plain optax part, or
 skips what plain optax cannot do either. It may return two functions, whose results have

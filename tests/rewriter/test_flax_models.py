@@ -1,4 +1,4 @@
-"""Unmodified Flax layers and models under `amp`: what runs in which dtype."""
+"""The dtypes of unmodified Flax layers and models, over all files of the rewriter."""
 
 import jax
 import jax.numpy as jnp

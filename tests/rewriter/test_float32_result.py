@@ -1,4 +1,4 @@
-"""`use_float32_result`: matmuls of halves that keep their float32 sum."""
+"""`use_float32_result`: float32 sums, over policy.py, roles.py, rule.py and emit.py."""
 
 import functools
 

@@ -1,4 +1,7 @@
-"""`graph_policy`: computed rows are half; coordinates and counts are float32."""
+"""`graph_policy`: the dtypes of rows and sums, over policy.py, roles.py and flow.py.
+
+Computed rows are half; coordinates and counts are float32.
+"""
 
 import jax
 import jax.numpy as jnp

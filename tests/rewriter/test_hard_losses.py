@@ -1,4 +1,4 @@
-"""Losses that lose digits, or that read a number that a matmul reads rounded.
+"""The errors of losses that lose digits easily, over all files of the rewriter.
 
 Most of these programs were wrong once: a gate that is one in half precision has no
 `log(1 - gate)`. The error of each value and gradient is at most 1.1 times that of the

@@ -1,4 +1,7 @@
-"""Range and digits that half precision must not spoil: constants, masks, counts."""
+"""Range and digits that halves must not spoil, over casts.py, roles.py, primitives.py.
+
+The programs have constants, masks and counts.
+"""
 
 import functools
 

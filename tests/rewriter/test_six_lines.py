@@ -1,4 +1,4 @@
-"""`amp` runs each equation in the dtypes that the six lines of the rule ask for.
+"""The dtypes that the six lines of the rule ask for, over all files of the rewriter.
 
 The lines are those of docs/policies.md. Programs are generated (`_six_programs.py`).
 `_six_lines.py` reads the lines independently of the rewriter, and tells the dtypes of

@@ -1,4 +1,7 @@
-"""`amp` as a transform: under and over the others, on every kind of argument."""
+"""`amp` as a transform: under and over the others, on every kind of argument.
+
+Wrong options of `amp` are errors.
+"""
 
 import functools
 import gc
@@ -412,3 +415,45 @@ def test_export():
             found,
             expected,
         )
+
+
+# --- wrong options -------------------------------------------------------------------
+
+
+def loss(*args):
+    return None
+
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+
+WRONG = [  # options, error, message
+    (dict(compute_dtype="float12"), TypeError, "compute_dtype: got 'float12'"),
+    *(
+        (dict(compute_dtype=x), TypeError, "got .*; expected jnp.float16")
+        for x in ("int8", jnp.int8, jnp.float64, "bf16-mixed", object())
+    ),
+    (dict(precision="half"), ValueError, "precision is 'half'; expected one of"),
+    (dict(precision="fp16", compute_dtype=BF16), TypeError, "got both precision="),
+    (dict(amp_policy={"a": 5}), TypeError, "amp_policy: wrong entries:\n  'a': 5\n"),
+    *(
+        (dict(recompute=x), TypeError, "recompute: got .*; expected True or False")
+        for x in ("auto", None, 1)
+    ),
+    (dict(reduce_in_float32=1), TypeError, "reduce_in_float32: got 1; expected True"),
+]
+
+
+@pytest.mark.parametrize("options, error, message", WRONG)
+def test_wrong_options(options, error, message):
+    """They fail when a function is made, not when it is called."""
+    for make in (functools.partial(amp, loss), amp):  # with the function, or without
+        with pytest.raises(error, match=message):
+            make(**options)
+
+
+def test_what_is_no_function():
+    with pytest.raises(TypeError, match="amp: got int; expected a function"):
+        amp(3)
+    for dtype in (F16, BF16, F32):  # which can be called
+        with pytest.raises(TypeError, match=r"amp: got .*float.*@amp\(compute_dtype="):
+            amp(dtype)

@@ -1,4 +1,7 @@
-"""Flags of JAX that make hi-primitives: programs are rewritten as without them."""
+"""Flags of JAX for hi-primitives, over _compat.py, transform.py, policy_warnings.py.
+
+Programs are rewritten as without the flags.
+"""
 
 import contextlib
 import functools

@@ -1,4 +1,7 @@
-"""What a step reports: `aux` of the loss, `metrics_fn`, and hyper-parameters."""
+"""The metrics that a step reports, over core.py, loss.py and optimizer.py.
+
+The metrics come from `aux` of the loss, `metrics_fn`, and hyper-parameters.
+"""
 
 import collections
 import functools

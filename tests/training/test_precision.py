@@ -1,4 +1,7 @@
-"""One word for the precision: what steps compute in, and the scaler of a new run."""
+"""One word for the precision, over policy.py and all files of `_training`.
+
+The word says the dtype that steps compute in, and the scaler of a new run.
+"""
 
 import functools
 import warnings

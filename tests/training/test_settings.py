@@ -1,4 +1,4 @@
-"""Every setting of a step, for every kind of run, beside a model of it in Python.
+"""Every setting of a step beside a model in Python, over core.py, passes.py, scaler.py.
 
 A run meets faults at random: in its loss, its data, its gradients and its variables.
 """

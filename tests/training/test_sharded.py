@@ -1,4 +1,7 @@
-"""The step over devices: data parallel, FSDP, tensor parallel, shard_map and vmap."""
+"""The step over several devices, over core.py, passes.py and train_step.py.
+
+The runs are data parallel, FSDP, tensor parallel, under `shard_map` and under `vmap`.
+"""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Steps whose optimizer skips spikes: all of a step is skipped, and counted."""
+"""Steps that skip a spike as a whole, over core.py, progress.py, _skip_spikes.py."""
 
 import functools
 

@@ -1,4 +1,6 @@
-"""What a loss writes into its model: kept, as plain NNX keeps it, or put back.
+"""Writes of a loss into its model, over loss.py, loss_checks.py, passes.py, core.py.
+
+The writes are kept, as plain NNX keeps writes, or put back.
 
 All numbers are small integers and powers of two, so that every order of the operations
 gives the same bits.

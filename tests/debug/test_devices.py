@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from _programs import with_jvp, with_vjp
 from flax_amp import find_nonfinite
 
-THIS = "tests/debug/test_nonfinite_shard_map.py"
+THIS = "tests/debug/test_devices.py"
 LINES = (Path(__file__).parents[2] / THIS).read_text().splitlines()
 W, ROWS = jnp.eye(8), P("data")
 ONES = jnp.ones((16, 8))

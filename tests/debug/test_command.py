@@ -16,7 +16,7 @@ from flax_amp import __main__
 pytestmark = pytest.mark.once
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
-THIS = "debug.test_commands"
+THIS = "debug.test_command"
 
 
 def deep(w, x):

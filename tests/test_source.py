@@ -183,4 +183,4 @@ def test_rewritten_equations_have_the_lines_of_the_user():
     for plain in ("jnp.tanh(c @ w)", "jnp.log(x @ w + 9)"):
         lines = linecache.getlines(__file__)
         number = 1 + next(i for i, line in enumerate(lines) if plain in line)
-        assert f'test_names.py":{number}:' in text
+        assert f'test_source.py":{number}:' in text
