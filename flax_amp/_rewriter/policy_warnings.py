@@ -1,4 +1,4 @@
-"""Warnings at trace time: a policy has no effect, or matmuls stay in float32.
+"""Warnings at trace time: a policy has no effect, or matmuls do not run by it.
 
 The warnings come at each trace of the function that is passed to `amp`.
 `warn_of_policy` reads the traced program alone, before the plan is made. `warn_of_fp8`
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_amp import _compat, _jaxprs, _source
-from flax_amp._compat import Jaxpr
+from flax_amp._compat import DType, Jaxpr
 from flax_amp._rewriter.primitives import Kind, Visit, is_matmul, walk
 from flax_amp._rewriter.roles import Chooser, Context, why_as_written
 from flax_amp._scope_paths import paths
@@ -47,7 +47,7 @@ def _warn(message: str) -> None:
 
 
 def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None:
-    """Warns of keys that match nothing, and if no matmul runs in half precision.
+    """Warns of keys that match nothing, and if `amp` changes no matmul.
 
     `names` has the names of the inputs of the traced program, such as `params['w']`.
     """
@@ -82,6 +82,15 @@ def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None
             "flax_amp.default_amp_policy | {...} with fewer keys. Or leave out amp; "
             "flax_amp.explain shows each matmul."
         )
+    elif matmuls and all(_is_half_as_written(choose.policy, x) for x in matmuls):
+        _warn(
+            "amp: each matmul and convolution of this program has factors in half "
+            f"precision without amp ({len(matmuls)}), so amp changes none of them, and "
+            "the equations between them run in the dtypes of the program. Expected a "
+            "model in float32: leave out dtype= and param_dtype= of its layers, or the "
+            "casts, and amp keeps sums, norms and softmaxes in float32. Or leave out "
+            "amp; flax_amp.explain shows each matmul."
+        )
 
 
 def warn_of_fp8(policy: Policy, reasons: Counter[str]) -> None:
@@ -106,6 +115,18 @@ def _most_common(reasons: Counter[str]) -> str:
     return "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
 
 
+def _float_factors(matmul: Visit) -> list[DType]:
+    dtypes = [v.aval.dtype for v in matmul.eqn.invars[:2]]
+    return [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+
+
+def _is_half_as_written(policy: Policy, matmul: Visit) -> bool:
+    """Whether a factor is float16 or bfloat16 without `amp`, outside of `amp_stop`."""
+    if policy.decide(matmul.eqn.primitive, matmul.scopes).key == "amp_stop":
+        return False
+    return any(dtype.itemsize == 2 for dtype in _float_factors(matmul))
+
+
 def _why_kept(choose: Chooser, matmul: Visit) -> str:
     """Says why `amp` leaves a matmul in its own dtypes.
 
@@ -114,8 +135,7 @@ def _why_kept(choose: Chooser, matmul: Visit) -> str:
     """
     eqn, scopes, around = matmul
     # The program itself has half precision or fp8 here.
-    dtypes = [v.aval.dtype for v in eqn.invars[:2]]
-    if any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes):
+    if any(dtype.itemsize < 4 for dtype in _float_factors(matmul)):
         return ""
     if reasons := list(filter(None, map(why_as_written, around))):
         return reasons[0]

@@ -303,6 +303,8 @@ def _equations(found: Explanation) -> Table:
     modules: dict[str, list[list[str]]] = {}
     for row in found.equations:
         dtype = "fp8" if row.is_in_fp8 else short(row.computes_in)
+        if kind_of(row.primitive) is Kind.STRUCTURED:
+            dtype = ""  # the rows of the bodies tell the dtypes
         cells = [f"  {row.primitive}", dtype, row.result]
         modules.setdefault(row.path or found.name, []).append(cells)
     rows = [x for path, cells in modules.items() for x in ([path, "", ""], *cells)]
@@ -380,9 +382,17 @@ def _cells(
     return [
         "  " * len(path) + name,
         amount(sum(row.flops for row in rows), ""),
-        percent(low_share(rows)),
+        _share_text(rows),
         " ".join(name for name, _ in stays.most_common(5)),
     ]
+
+
+def _share_text(rows: Sequence[Equation]) -> str:
+    """Returns the share of matmuls in half, or that no matmul is changed by `amp`."""
+    matmuls = [row for row in rows if row.flops]
+    if matmuls and all(row.is_as_written for row in matmuls):
+        return "as written"
+    return percent(low_share(rows))
 
 
 # --- problems ------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from flax_amp._training.dependence import CALLS
 from flax_amp._training.source_lines import line_of
 from flax_amp._tree import fill, pick
 from flax_amp.debug._report import is_half, short
+from flax_amp.policy import InDtype
 
 # These primitives only run a body: the rows of the body tell everything about them.
 TRANSPARENT = CALLS | {"shard_map", "custom_vmap_call"}
@@ -69,6 +70,9 @@ class Equation:
     stays_by_rule: bool = False
     #: whether the factors are rounded to 8-bit floats; `None` if no key asks for fp8
     is_in_fp8: bool | None = None
+    #: whether the equation runs as in the user's program: by `amp_stop`, by
+    #: `use_original_precision`, by `precision=`, or because its operands are half there
+    is_as_written: bool = False
 
     @property
     def computes_in(self) -> str:
@@ -233,6 +237,7 @@ class Recorder:
         row = _row(at, after, why.reason, why.result)
         row.is_in_fp8 = why.is_in_fp8
         row.stays_by_rule = _is_float32_by_rule(row, eqn, why)
+        row.is_as_written = _is_as_written(row, why)
         self.visits.append(Visit(row, eqn, why, tuple(around)))
         if id(eqn) not in self._with_own_rows:
             # Bodies read halves if the equation reads halves, as a `relu` on the way to
@@ -240,7 +245,10 @@ class Recorder:
             pairs = zip(row.before.operands, after.operands, strict=True)
             lowered = (y for x, y in pairs if x == "float32" and is_half(y))
             float_ = next(lowered, "float32")
-            self._add_bodies(at, float_, why.result, self.visits[-1])
+            # A result that is half already is not rounded where it leaves its region.
+            is_half_already = is_half(float_) and self.visits[-1].is_planned_half
+            result = "half precision" if is_half_already else why.result
+            self._add_bodies(at, float_, result, self.visits[-1])
 
     def _add_bodies(self, at: Location, float_: str, result: str, whole: Visit) -> None:
         """Adds the rows of the bodies of an equation that runs as a whole.
@@ -270,6 +278,7 @@ class Recorder:
                 row = _row(inner, dtypes, choice.reason, own_result)
                 if is_first:
                     row.stays_by_rule = _is_float32_by_rule(row, whole.eqn, choice)
+                row.is_as_written = _is_as_written(row, choice)
                 self.visits.append(Visit(row, eqn, choice, inner.eqns[:-1], whole.eqn))
                 self._add_bodies(inner, float_, own_result, whole._replace(why=choice))
 
@@ -294,6 +303,16 @@ def _is_float32_by_rule(row: Equation, planned: Eqn, why: Any) -> bool:
         return False
     is_by_key = why.role in _IN_OWN_DTYPES and row.computes_in == "float32"
     return is_by_key or kind_of(row.primitive) is Kind.SUM
+
+
+def _is_as_written(row: Equation, why: Any) -> bool:
+    """Whether an equation runs as in the user's program, and not by a float32 key."""
+    if row.before != row.after:
+        return False
+    decision = why.decision
+    is_float32_key = decision.is_chosen and isinstance(decision.function, InDtype)
+    is_left_alone = why.role is Kind.ORIGINAL and not is_float32_key
+    return is_left_alone or any(map(is_half, float_factors(row.before.operands)))
 
 
 def _row(at: Location, after: Dtypes, reason: str, result: str) -> Equation:

@@ -109,6 +109,47 @@ def test_the_report_folds_equal_layers(found):
     assert text.index("float32 matmul x1") < text.index("    Block_*")
 
 
+LEFT = {  # name: (the value of the key "layer_1", or None, the cell of the module)
+    "float32": (jnp.float32, "0 %"),
+    "original": (flax_amp.use_original_precision, "as written"),
+    "stopped": (None, "as written"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_module_as_written_and_a_module_in_float32(name):
+    """A key with float32 sets a dtype; the other two leave the module alone."""
+    value, cell = LEFT[name]
+
+    def layer(w, x):
+        with jax.named_scope("layer_1"):
+            return x @ w
+
+    def loss(w, x):
+        stopped = flax_amp.amp_stop(layer) if value is None else layer
+        return stopped(w, jnp.tanh(x @ w)).sum()
+
+    keys = {} if value is None else {"layer_1": value}
+    found = explain(loss, amp_policy=flax_amp.default_amp_policy | keys)(W, X)
+    (line,) = (x for x in str(found).splitlines() if x.strip().startswith("layer_1"))
+    assert f"  {cell}  " in line
+    own = explain(lambda w, x: layer(w.astype("bfloat16"), x.astype("bfloat16")))(W, X)
+    assert "as written" in str(own)
+
+
+def test_the_list_of_equations():
+    """A branch has no dtype of its own, and a relu of a half rounds nothing."""
+
+    def fun(w, x):
+        x = jax.lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: x, x)
+        return jax.nn.relu(x @ w) @ w
+
+    text = explain(fun)(W, X).report(only="equations")
+    rows = dict(re.findall(r"^ +(\w+)  +(\S.*)$", text, re.MULTILINE))
+    assert rows["cond"].startswith(("half", "rounded"))
+    assert rows["max"].split() == ["bf16", "half", "precision"]
+
+
 def test_a_layer_in_another_dtype_stands_apart():
     def loss(w, x):
         for i in range(3):

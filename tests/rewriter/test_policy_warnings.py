@@ -20,7 +20,8 @@ from flax_amp import (
 
 SIZE = 4
 W, X = jnp.eye(SIZE), jnp.ones((2, SIZE))
-F16 = jnp.float16
+KEY = jax.random.key(0)
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
 
 def warned(fn, *args):
@@ -179,13 +180,18 @@ def stopped(w, x):
         return x @ w
 
 
+def by_hand(w, x, dtype=F16):
+    return (x.astype(dtype) @ w.astype(dtype)).astype(F32)
+
+
 mine = lambda compute, dtypes, *xs, **params: (xs, params)  # noqa: E731
 DEFAULT = default_amp_policy
 QUIET = {  # name: (function, policy, compute dtype)
     "float32": (nested, {"none": jnp.float32}, jnp.float32),
     "stopped": (stopped, DEFAULT, jnp.float16),
     "a function": (nested, {lax.dot_general_p: mine}, jnp.float16),
-    "by hand": (lambda w, x: x.astype(F16) @ w.astype(F16), DEFAULT, jnp.float16),
+    "partly by hand": (lambda w, x: by_hand(w, x) @ w, DEFAULT, jnp.float16),
+    "stopped by hand": (flax_amp.amp_stop(by_hand), DEFAULT, jnp.float16),
 }  # fmt: skip
 
 
@@ -193,3 +199,26 @@ QUIET = {  # name: (function, policy, compute dtype)
 def test_no_false_alarm(name):
     fn, policy, dtype = QUIET[name]
     assert warned(amp(fn, amp_policy=policy, compute_dtype=dtype), W, X) == []
+
+
+OWN_DTYPES = {  # name: (function, arguments)
+    "casts": (by_hand, (W, X)),
+    "casts to the second half dtype": (functools.partial(by_hand, dtype=BF16), (W, X)),
+    "scan": (
+        lambda w, x: lax.scan(lambda c, _: (by_hand(w, c), None), x, None, 3), (W, X)
+    ),
+    "inputs": (jnp.dot, (X.astype(BF16), W.astype(BF16))),
+    "linen": (lambda x: nn.Dense(4, dtype=BF16).init_with_output(KEY, x)[0], (X,)),
+    "nnx": (
+        lambda model, x: model(x), (nnx.Linear(4, 4, dtype=BF16, rngs=nnx.Rngs(0)), X)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_DTYPES)
+def test_a_program_with_half_factors_of_its_own(name):
+    """`amp` has nothing to change, and cannot keep the equations between in float32."""
+    fn, args = OWN_DTYPES[name]
+    (message,) = warned(amp(fn, compute_dtype=F16), *args)
+    assert "has factors in half precision without amp (1)" in message
+    assert "leave out dtype= and param_dtype=" in message
