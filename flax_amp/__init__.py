@@ -45,7 +45,7 @@ from flax_amp.policy import use_float32_result as use_float32_result
 from flax_amp.policy import use_fp8 as use_fp8
 from flax_amp.policy import use_original_precision as use_original_precision
 
-__version__ = "1.0.0.dev0"
+__version__ = "1.0.0rc1"
 
 __all__ = """
 AmpOptimizer AmpTrainState DynamicScalerState PolicyWarning Precision StuckError
