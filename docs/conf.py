@@ -84,6 +84,23 @@ def _link_to_copies(app, docname, source):
         )
 
 
+def _mark_breaks(app, pagename, templatename, context, doctree):
+    """Lets the browser break a long name in code where a reader would break the name.
+
+    The places follow a dot, an underscore, a slash, a parenthesis, an equals sign or a
+    comma. A short name stays whole. Copied code has no marks.
+    """
+
+    def marked(word):
+        places = r"(?<=\w[._/(=,])(?=[^\W\d]{2}|[&'(])"
+        return re.sub(places, "<wbr>", word[0])
+
+    if "body" in context:
+        pattern = r'(?<=<span class="pre">)[^<]{18,}'
+        context["body"] = re.sub(pattern, marked, context["body"])
+
+
 def setup(app):
     app.connect("autodoc-process-docstring", _as_restructured_text)
     app.connect("source-read", _link_to_copies)
+    app.connect("html-page-context", _mark_breaks)
