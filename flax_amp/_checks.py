@@ -44,7 +44,10 @@ def check_count(
 
 
 def first_of(items: Sequence[str], count: int = 3, separator: str = ", ") -> str:
-    """Returns the first items as text, and the number of further items."""
+    """Returns the first items as text, and the number of further items.
+
+    Any small `count` does: a message shows examples, and stays short.
+    """
     more = f" and {len(items) - count} more" if len(items) > count else ""
     return separator.join(items[:count]) + more
 

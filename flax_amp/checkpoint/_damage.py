@@ -27,8 +27,12 @@ from flax_amp._checks import first_of
 NAME = "flax_amp_checksums.json"
 ITEM = "default"  # CheckpointManager saves an item without a name under this name
 
-# The files of a step are read in parallel.
+# The files of a step are read in parallel. Any limit of this size does: at 5 GB/s per
+# core (`_of_file`), 16 threads check 80 GB/s, more than a disk delivers.
 _THREADS = min(16, os.cpu_count() or 1)
+# Characters of a reason. Any limit of this size does: the reason then takes about four
+# lines of a terminal.
+_LONGEST_REASON = 300
 
 
 class CorruptCheckpointError(Exception):
@@ -69,7 +73,7 @@ def reason_of(error: BaseException) -> str:
     text = type(error).__name__
     if lines:
         text = f"{text}: {lines[0]}"
-    if len(text) <= 300:
+    if len(text) <= _LONGEST_REASON:
         return text
     # A longer text keeps its start and its end: 150 + len(" ... ") + 145 = 300.
     return f"{text[:150]} ... {text[-145:]}"

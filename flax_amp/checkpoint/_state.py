@@ -164,7 +164,7 @@ def restore(manager: Any, target: T, *, step: Any = None) -> T:
     values, remarks = _steps.read_newest_intact(directory, read, step, stacklevel=2)
     for remark in remarks:
         told = f"checkpoint.restore: {directory}: {remark}"
-        warnings.warn(told, CheckpointWarning, stacklevel=2)
+        warnings.warn(told, CheckpointWarning, stacklevel=2)  # the caller of `restore`
     return _trees.replace_leaves(target, values)
 
 
@@ -228,6 +228,7 @@ def _changed_settings(read: Leaves, target: Any) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
+    # Any small limit does: a warning names a few numbers of an array.
     return " ".join(f"{x:g}" for x in np.ravel(value)[:4])
 
 

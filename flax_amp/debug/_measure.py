@@ -68,7 +68,13 @@ def _with_ratio(value: float | None, base: float | None) -> str:
 
 
 @tool
-def measure(call: Call, *, steps: int = 20) -> Measurement:
+def measure(
+    call: Call,
+    *,
+    # On a CPU under full load, the least time of 20 steps was 2.1 times the least time
+    # of 1,280 steps on average; of 10 steps 2.5 times, and of 40 steps 1.9 times.
+    steps: int = 20,
+) -> Measurement:
     """Measures a step in float32, bfloat16 and float16, on this device.
 
     For a state, the step of `make_train_step` is measured. For a function, and for a

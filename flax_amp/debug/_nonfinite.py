@@ -22,8 +22,12 @@ from flax_amp.policy import Policy, default_amp_policy
 Verdict = Literal["nothing", "inputs", "scale", "precision", "mathematics"]
 
 # At most this many parts that are at fault one after the other: each of them takes a
-# run equation by equation.
+# run equation by equation. Any number of this size does.
 _MAX_AT_FAULT = 8
+# Examples of the batch that a report holds, and that its text names. Any numbers of
+# this size do: a batch of which all examples are at fault should not fill the report.
+_MOST_EXAMPLES = 64
+_SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -78,7 +82,7 @@ class NonfiniteReport(Report):
 
 def _words(examples: tuple[int, ...]) -> str:
     """Returns `example 3 of the batch`, or a list of several examples."""
-    shown = first_of([*map(str, examples)], 8)
+    shown = first_of([*map(str, examples)], _SHOWN)
     return f"example{'s' * (len(examples) > 1)} {shown} of the batch"
 
 
@@ -155,7 +159,7 @@ class _Diagnosis:
         if bad.shape[:1] != (self._batch_size,) or bad.shape in self._trained_shapes:
             return ()
         found = np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))
-        return tuple(map(int, found[:64]))
+        return tuple(map(int, found[:_MOST_EXAMPLES]))
 
     def _programs(self, traced: TracedCall) -> list[Runner]:
         """Returns two programs: the loss, and the loss with its gradient."""

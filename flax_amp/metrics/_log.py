@@ -36,6 +36,7 @@ class MetricWriter(contextlib.AbstractContextManager):  # type: ignore[type-arg]
         """Writes a real number for each name, or raises an error and writes nothing."""
         step = operator.index(step)
         numbers = _to_numbers(scalars)
+        # The time is in seconds since 1970, rounded to a millisecond.
         now = {"step": step, "wall_time": round(time.time(), 3)}
         self._write_line(now | numbers | now)
         if self._board:

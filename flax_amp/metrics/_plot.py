@@ -10,6 +10,9 @@ import numpy as np
 
 from flax_amp.metrics._log import read
 
+# Sizes in this module are for the eye: any sizes near these do. Lengths are inches, and
+# widths of lines, markers and letters are points.
+#
 # For the last part of a name: the title, and the share of the height.
 _PANELS = {
     "loss": ("loss", 2.4),
@@ -109,6 +112,7 @@ def _draw(axes: Any, name: str, lines: list[_Line]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     red = dict(color=_RED, clip_on=False, transform=axes.get_xaxis_transform())
     for label, steps, y, skipped in lines:
+        # Any limit of this size does: more markers than that hide the line.
         marker = "o" if len(steps) <= 40 else ""
         axes.plot(steps, y, marker=marker, ms=2.5, lw=1.3, label=label)
         if skipped.size:
@@ -117,6 +121,8 @@ def _draw(axes: Any, name: str, lines: list[_Line]) -> None:
         axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     low = min(values, default=0)
     high = max(values, default=0)
+    # On a linear axis, values below a twentieth of the largest value would lie in the
+    # lowest 5 % of the panel, and look alike.
     if low > 0 and (name == "scale" or high > 20 * low):
         axes.set_yscale("log", base=2 if name == "scale" else 10)
 

@@ -26,7 +26,9 @@ Array = jax.Array
 PyTree = Any
 
 # With fewer values, their standard deviation says little: no value is a spike, and each
-# value is recorded in full.
+# value is recorded in full. With a factor of 6, a next value of the same normal
+# distribution is a spike with a probability of 6e-3 after 4 values, 4e-4 after 8, and
+# 2e-5 after 16; with a factor of 20, 2e-4, 1e-7 and 2e-12.
 FEWEST = 8
 # The least standard deviation, as a share of the mean. Without this bound, a single bit
 # more is a spike if all losses were equal before. With a factor of 20, a spike takes a
