@@ -38,6 +38,7 @@ FLOAT32 = {
     r"\bb?float16\b": "float32",
     r"\buse_mixed_precision=True": "use_mixed_precision=False",  # of mpx
 }
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 2e-5}
 
 
@@ -62,6 +63,12 @@ def programs(page):
         old.append(before)
         new.append(after)
     return "\n".join(old).rstrip() + "\n", "\n".join(new).rstrip() + "\n"
+
+
+def output_of(page):
+    """Returns the output that a page shows, in blocks without a language."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    return "".join(text for language, text in blocks if not language)
 
 
 def in_float32(program):
@@ -134,7 +141,7 @@ def check(page, name):
     ],
     ids=lambda path: path.stem,
 )
-def test_recipe(path, tmp_path, monkeypatch):
+def test_recipe(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # one saves to "run"
     # Layers of Keras add biases to arrays of another rank.
     promotion = "allow" if path.stem == "keras" else "raise"
@@ -142,6 +149,12 @@ def test_recipe(path, tmp_path, monkeypatch):
         missing = check(path.read_text(), path.name)
     if missing:
         pytest.skip(f"the page needs {', '.join(missing)}")
+    if shown := output_of(path.read_text()):
+        printed = capsys.readouterr().out
+        assert NUMBER.sub("0", shown).split() == NUMBER.sub("0", printed).split()
+        # Last digits depend on versions and machines.
+        numbers = [[float(x) for x in NUMBER.findall(y)] for y in (shown, printed)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=0.3, abs=1e-3)
 
 
 def test_the_index_lists_every_recipe():
