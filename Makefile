@@ -6,6 +6,8 @@ VENV ?= .venv
 # One worker per core, at most four. The tests of a file stay together (worksteal), so
 # that they share what is compiled.
 PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist worksteal
+# The marks of the tests that `make test` runs; all tests with `make test MARKS=`.
+MARKS ?= not slow
 # Programs that `make fuzz` generates.
 FUZZ ?= 10000
 # For every command of the benchmarks: --resume, --models mlp,vit_s16, ...
@@ -38,7 +40,7 @@ demo: $(EXAMPLES_READY) ## Trains on real data, is killed, resumes; prints a tab
 	$(BIN)/python -m examples.digits.demo
 
 test: $(RUN_READY) ## The test suite, doctests included, without its slow part.
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(MARKS)"
 
 test-slow: $(RUN_READY) ## The slow part: long tables, and examples in processes.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
