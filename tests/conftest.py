@@ -35,9 +35,9 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Lowering writes the user's stack beside each equation, a tenth of the time here. Only
-# a profile or a dump of XLA shows the stack; `explain` reads the jaxpr.
-jax.config.update("jax_traceback_in_locations_limit", 0)
+# Lowering writes the stack beside each equation, a tenth of the time here. One line of
+# the stack is enough for the tests.
+jax.config.update("jax_traceback_in_locations_limit", 1)
 absl.logging.set_verbosity("error")  # one save is 59 lines of Orbax's log otherwise
 
 
