@@ -24,7 +24,7 @@ from flax_amp._rewriter.roles import Chooser, Context, why_as_written
 from flax_amp._scope_paths import paths
 from flax_amp.policy import KeyKind, Policy
 
-# The folders of JAX, of Flax and of the rewriter.
+# The folders of JAX, of Flax and of this package.
 _LIBRARIES = tuple(
     os.path.join(os.path.dirname(file), "")
     for file in (jax.__file__, flax.__file__, os.path.dirname(__file__))
