@@ -330,7 +330,7 @@ class _Rule:
             if v in self.states_of_loop:
                 return "the state of a loop"
             of_step = "of this step " if self.states_of_loop else ""
-            return f"no matmul {of_step}reads it later"
+            return f"no matmul {of_step}in half precision reads it later"
         if not origin.after_matmul:
             return "no matmul comes before it here"
         if origin.is_sum:

@@ -359,12 +359,16 @@ def _tree(found: Explanation) -> Table:
 def _dtypes_of_modules(
     rows: Sequence[tuple[tuple[str, ...], Equation]],
 ) -> dict[tuple[str, ...], set[str]]:
-    """Returns the dtypes of each module's matmuls and equations that stay float32."""
+    """Returns the dtypes of each module's matmuls and equations that stay float32.
+
+    A layer as written and a layer that `amp` changes are no equal layers.
+    """
     dtypes: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for names, row in rows:
         if row.flops or row.stays_by_rule:
+            as_written = " as written" if row.is_as_written else ""
             for size in range(len(names) + 1):
-                dtypes[names[:size]].add(row.computes_in)
+                dtypes[names[:size]].add(row.computes_in + as_written)
     return dtypes
 
 

@@ -137,6 +137,20 @@ def test_a_module_as_written_and_a_module_in_float32(name):
     assert "as written" in str(own)
 
 
+def test_a_layer_with_a_dtype_of_its_own_stands_apart():
+    class Mixed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for dtype in (None, jnp.bfloat16, None):
+                x = nn.Dense(8, dtype=dtype)(x)
+            return x
+
+    params = jax.eval_shape(Mixed().init, jax.random.key(0), X)
+    lines = [x.split() for x in str(explain(Mixed().apply)(params, X)).splitlines()]
+    assert ["Dense_*", "x2", "1.02", "k", "100", "%"] in lines
+    assert ["Dense_1", "512", "as", "written"] in lines
+
+
 def test_the_list_of_equations():
     """A branch has no dtype of its own, and a relu of a half rounds nothing."""
 
@@ -237,7 +251,7 @@ RESULTS = {
         lambda x, w: jnp.log(x @ w).sum(),
         "log",
         "float32",
-        "float32: no matmul reads it later",
+        "float32: no matmul in half precision reads it later",
     ),
     "weights": (
         lambda x, w: x @ (w * w),
