@@ -46,7 +46,7 @@ def check_count(
 def first_of(items: Sequence[str], count: int = 3, separator: str = ", ") -> str:
     """Returns the first items as text, and the number of further items.
 
-    Any small `count` does: a message shows examples, and stays short.
+    The exact `count` does not matter: a message shows examples, and stays short.
     """
     more = f" and {len(items) - count} more" if len(items) > count else ""
     return separator.join(items[:count]) + more

@@ -631,7 +631,7 @@ debug/_parameters.py
 - return "it is a result of the function"
 + return ""
 
-debug/_compare.py
+debug/_compare_precision.py
   debug/test_compare.py::test_float32_results_are_the_cheaper_remedy
 - best = min(enough, key=_cost, default=None)
 + best = None

@@ -51,12 +51,12 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.hookimpl(trylast=True)  # after `-m`
+@pytest.hookimpl(trylast=True)  # runs after pytest has left out tests by `-m`
 def pytest_collection_modifyitems(config, items):
     """Leaves out three quarters of the cases of each test if `--quarter` is given.
 
-    A checksum of its name chooses a case. Every fourth case by its place would be a
-    single value of the parameter that varies fastest.
+    Cases are chosen by a checksum of their names. Every fourth case in order would have
+    the same value of the parameter that varies fastest.
     """
     quarter = config.getoption("--quarter")
     if quarter is None:
@@ -111,10 +111,10 @@ def count_traces():
 
 @pytest.fixture
 def settle():
-    """Lets what the test left behind fail here, and not in another test.
+    """Waits until TensorStore's pending reads fail, so that they fail in this test.
 
-    Reads that TensorStore still has under way find their event loop closed; they end
-    in its threads soon after, whatever Python does.
+    Reads that are still pending find their event loop closed, and end soon after in the
+    threads of TensorStore, whatever Python does.
     """
     yield
     time.sleep(0.2)

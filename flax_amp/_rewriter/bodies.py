@@ -210,6 +210,7 @@ def _with_shifted_roots(known: Roots, shift: int, roots: Roots) -> Roots:
 class Cond(Body):
     """A result is half if every branch gives the result in half precision.
 
+    If a matmul reads the result next, each branch rounds the result at its own end.
     Otherwise the result is float32, and is rounded at the border as the results of
     arithmetic are.
     """
@@ -335,8 +336,9 @@ class Scan(Body):
     """A scan carries the stream through a stack of layers in half precision.
 
     Two kinds of carries are states, and stay float32: a carry that begins at data, and
-    a carry to which the body adds a value that passes no weights of its own. Among the
-    remaining carries, `streams.py` finds the streams.
+    a carry that passes the same weights again, because the body adds a value to it that
+    passes no further weights. Among the remaining carries, `streams.py` finds the
+    streams.
     """
 
     def operand_uses(

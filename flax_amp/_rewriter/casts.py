@@ -21,8 +21,8 @@ def cast_number(value: Any, dtype: DType) -> np.ndarray:
 
     A mask of `-1e9` or `finfo(float32).min` becomes half of the lowest number. So the
     sum of mask and logits is no infinity, and a fully masked softmax row has no NaN.
-    With the lowest number itself, a logit below -16 made an infinity. True infinities
-    stay infinite.
+    With the lowest number itself, a logit below -16 made an infinity in float16. True
+    infinities stay infinite.
     """
     number = np.asarray(value, np.float64)  # exact for float32 numbers
     largest = float(finfo(dtype).max)
@@ -65,14 +65,17 @@ def to_half(x: Array, half: DType) -> Array:
 #
 # The gradient of a bias was a sum in half before: four convolutions with GroupNorm had
 # 0.999 of the error by hand, and have 0.335 with a float32 sum. On a GPU, XLA would
-# drop the rounding of `c` (`rounded`), and write the float32 array beside `c`: 7 % of
-# the bytes of a ViT on an H200. So `c` is widened there by its bits, for 2 %. XLA fuses
-# the parts of a long sum with the equation that makes `c`. For a shorter sum, XLA would
-# write the widened array. So a shorter sum is made of one part for each example of a
-# batch, and a barrier keeps XLA from merging the parts: a Conformer on an H200 reads
-# and writes 6.61 GB without parts, and 6.07 GB with parts. On a TPU, a sum of halves
-# adds up in float32 without a cast. A sum of widened numbers would not be fused there
-# with the equation that makes `c`: 10 % of the time of a DiT.
+# drop the cast that rounds `c` to half precision before the cast to float32 (the
+# docstring of `rounded` says why), and write the float32 array beside `c`: 7 % of the
+# bytes of a ViT on an H200. So `c` is widened there by its bits, at a cost of 2 % of
+# the bytes. XLA splits a sum of more than 4,096 terms into parts, and fuses the parts
+# with the equation that makes `c`. For a shorter sum, XLA would write the widened
+# array. So a shorter sum is split here, into a part for each example of a batch, if
+# there are at least 16 examples with at least 32 terms each (`_has_parts`). A barrier
+# keeps XLA from merging the parts: a Conformer on an H200 reads and writes 6.61 GB
+# without parts, and 6.07 GB with parts. On a TPU, a sum of halves adds up in float32
+# without a cast. A sum of widened numbers would not be fused there with the equation
+# that makes `c`: 10 % of the time of a DiT.
 #
 # The platform decides which sum is made, so a lowering has to make the sum. A shift of
 # bits has no derivative. For these two reasons, `spread` and `collect` are primitives.
@@ -86,8 +89,8 @@ def spread(x: Array, shape: Sequence[int], onto: Sequence[int], half: DType) -> 
     Finite numbers stay finite, as in `cast_number`: an argument that is added to scores
     may be a mask of `-1e9`, which float16 lacks. Tangents and cotangents are only cast.
     """
-    # Axes of length one that grow are no axes of the reshaped operand: the derivative
-    # then sums over them.
+    # Axes of length one that grow are dropped from the operand, so that the derivative
+    # sums over these axes.
     pairs = zip(x.shape, onto, strict=True)
     sizes = {axis: size for size, axis in pairs if size == shape[axis]}
     params = dict(shape=tuple(shape), onto=tuple(sizes), half=jnp.dtype(half))
@@ -141,6 +144,7 @@ def _has_parts(sizes: Sequence[Any]) -> bool:
 
 
 def _collect_halves(c: Array, *, axes: Sequence[int]) -> Array:
+    # In the program, the sum is rounded to half precision once, before the cast.
     return lax.convert_element_type(lax.reduce_sum(c, axes), jnp.float32)
 
 
@@ -221,7 +225,7 @@ for _platform, _how in (
 # JAX adds halves in sequence, and rounds after each addition: where 16 matmuls read the
 # same array, its gradient had 1.5 times the error of a float32 sum. Two cotangents are
 # added and rounded once with or without a copy; three cotangents are rounded twice
-# (`_MANY` in `emit.py` says why they are not copied).
+# (`_MANY` in `emit.py` says why an array with three readers is not copied).
 copies_p = Primitive("flax_amp_copies")
 add_copies_p = Primitive("flax_amp_add_copies")
 copies_p.multiple_results = True

@@ -3,9 +3,9 @@
 `docs/fp8.md` says which matmuls run in fp8, and which numbers they compute. To JAX an
 fp8 matmul is a bilinear primitive, as `dot_general` is. Its derivatives of any order
 and mode are fp8 matmuls again, with the axes that JAX gives the derivatives of
-`dot_general`. A factor is a weight in float32, and the second factor is in half
-precision. The backward pass stores these factors, and not their 8-bit copies. A
-`custom_vjp` could store the copies, but has no second derivatives and no forward mode.
+`dot_general`. One factor is a weight in float32, the other is in half precision. These
+factors are stored for the backward pass, and not their 8-bit copies. A `custom_vjp`
+could store the copies, but has no second derivatives and no forward mode.
 
 Scales come from the numbers at hand: a history of magnitudes would be a state, with
 wrong first steps. The largest number is found by operations on integers, because masks
@@ -36,17 +36,19 @@ from flax_amp.policy import Decision, KeyKind, use_fp8
 FORWARD = jnp.dtype(jnp.float8_e4m3fn)
 BACKWARD = jnp.dtype(jnp.float8_e5m2)
 _BIAS = 127  # the bias of the exponents of float32 and bfloat16
-# Operations in bfloat16 that take the time of a byte, by the data sheets: 989e12
+# How many bfloat16 operations take as long as moving a byte, by the data sheets: 989e12
 # operations and 3.35e12 bytes a second make 295 on an H100, and 2307e12 and some 7.4e12
 # make some 310 on a TPU7x. With 16,384 rows, a square weight pays from a width of 1,321
 # on; with half of the number from 629 on, and with twice the number from 2,938 on. With
 # three such layers, the roofline for an H200 is 0.96 of the roofline in bfloat16 at a
 # width of 512, 0.84 at 1,024, and 0.77 at 2,048: some matmuls that gain are left out.
 _OPERATIONS_PER_BYTE = 300
-# Bytes by which the traffic grows for each number. Both count each pass over memory in
-# full, and XLA fuses passes: in two programs compiled for an H200 (three layers, with
-# 4,096 x 2,048 and 8,192 x 1,024 activations), the traffic grew by 0 bytes for a number
-# of the activations, and by 4 bytes for a number of the weights.
+# Bytes by which the traffic grows for each number. Each pass over memory counts in
+# full. For an activation, these passes are two reads of 2 bytes, a write of the 8-bit
+# copy, and a read of the copy. The 15 bytes of a weight are such a count, too. XLA
+# fuses passes: in two programs compiled for an H200 (three layers, with 4,096 x 2,048
+# and 8,192 x 1,024 activations), the traffic grew by 0 bytes for a number of the
+# activations, and by 4 bytes for a number of the weights.
 _BYTES_OF_ACTIVATION = 6
 _BYTES_OF_WEIGHT = 15
 
@@ -107,7 +109,7 @@ def fp8_matmul(
         return "its sharding is explicit"
     if any(aval.dtype != jnp.float32 for aval in avals):
         return "a factor is not float32"
-    # The matmul is the first layer, say, or a one-hot matrix times a table.
+    # This holds for the first layer, or for a one-hot matrix times a table.
     if not any(is_computed):
         return "computed from arguments and constants alone"
     if not any(is_weight):
@@ -184,9 +186,9 @@ def scale_exponent(x: Array, format_: DType, axes: Sequence[int]) -> Array:
     one = word(1 << info.nmant)  # the lowest bit of the exponent
     magnitude = word(2 ** (info.bits - 1) - 1)
     # Infinities and NaNs have the largest exponent. The addition of 1 to the exponent
-    # wraps the largest exponent to 0: in bfloat16, an infinity is 0x7f80, and
-    # (0x7f80 + 0x80) & 0x7fff = 0. With `initial`, an array without a finite number
-    # looks like zeros.
+    # wraps the largest exponent to 0: in bfloat16, an infinity is 0x7f80, and 0x7f80 +
+    # 0x80 is 0 without the sign bit. `initial` makes the maximum the maximum of zeros
+    # if no number is finite.
     bits = ((lax.bitcast_convert_type(x, word) & magnitude) + one) & magnitude
     bits = jnp.max(bits, axes, keepdims=True, initial=one) - one
     # The largest number of a format is 1.75 * 2**n. A number larger than 1.75 times a
@@ -233,9 +235,10 @@ def _matmul(
         e = scale_exponent(wide, format_, axes)
         copy = quantize(wide, e, format_)
         if constrain_layout and x.dtype == jnp.float32:
-            # A GPU may want the weight transposed. With the constraint, XLA transposes
-            # the 8-bit copy. Without the constraint, XLA transposes all float32 weights
-            # of a loop at once, which makes a second copy of the weights.
+            # Only the weight is float32. A GPU may want the weight transposed. With the
+            # constraint, XLA transposes the 8-bit copy. Without the constraint, XLA
+            # transposes all float32 weights of a loop at once, which makes a second
+            # copy of the weights.
             copy = with_layout_constraint(copy, Layout(tuple(range(copy.ndim))))
         copies.append(copy.astype(jnp.float32) if emulate else copy)
         in_order = jnp.transpose(e, [*of_batch, *axes])
@@ -248,8 +251,9 @@ def _matmul(
         lhs,
         rhs,
         dimension_numbers,
-        # Hopper's fast matmuls add up with fewer digits. Only the forward pass allows
-        # them; "highest" keeps the backward pass from them.
+        # Hopper's fast matmuls make sums with fewer digits. Only the forward pass
+        # allows sums with fewer digits: "highest" turns sums with fewer digits off in
+        # the backward pass.
         precision="highest" if BACKWARD in formats and not emulate else None,
         preferred_element_type=dtype if rounds_first else jnp.float32,
     )
@@ -274,6 +278,9 @@ def _with_fp8_matmul(
         numbers = eqn.params["dimension_numbers"]
         return [fp8_dot_p.bind(*values, dimension_numbers=numbers, **params)]
 
+    # Only the axes of the matmul are read from the jaxpr. All operands are float32
+    # there, because `jax.linear_transpose` wants a cotangent in the dtype of the
+    # result.
     structs = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in operands]
     (out,) = _jaxprs.evaluate(jax.make_jaxpr(fn)(*structs), operands, run)
     return out

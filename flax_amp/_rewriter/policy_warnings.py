@@ -1,4 +1,4 @@
-"""Warnings at trace time: a policy has no effect, or matmuls do not run by it.
+"""Warnings at trace time: a key matches nothing, or matmuls stay as they are.
 
 The warnings come at each trace of the function that is passed to `amp`.
 `warn_of_policy` reads the traced program alone, before the plan is made. `warn_of_fp8`
@@ -22,7 +22,7 @@ from flax_amp._compat import DType, Jaxpr
 from flax_amp._rewriter.primitives import Kind, Visit, is_matmul, walk
 from flax_amp._rewriter.roles import Chooser, Context, why_as_written
 from flax_amp._scope_paths import paths
-from flax_amp.policy import KeyKind, Policy
+from flax_amp.policy import KeyKind, Policy, use_compute_precision
 
 # The folders of JAX, of Flax and of this package.
 _LIBRARIES = tuple(
@@ -61,17 +61,20 @@ def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None
     if choose.half == jnp.float32:
         return
     matmuls = [visit for visit in equations if is_matmul(visit.eqn)]
+    # "" counts the matmuls without a reason to warn, such as the matmuls that `amp`
+    # changes.
     kept = Counter(_why_kept(choose, visit) for visit in matmuls)
     hidden = Counter(filter(None, (_hidden_in(choose, visit) for visit in matmuls)))
     if hidden:
         _warn(
             "amp: matmuls in hi-primitives of JAX stay in float32: "
-            f"{_most_common(hidden)}. Expected jax.checkpoint, jax.custom_vjp and "
-            "jax.custom_jvp without hi-primitives: turn jax_remat3, jax_custom_vjp3 "
-            "and jax_custom_jvp3 off where functions are decorated or traced outside "
-            "of the function, and leave out generic_batching=True. Or keep these "
-            "matmuls in float32 by flax_amp.amp_stop; flax_amp.explain shows each "
-            "matmul."
+            f"{_most_common(hidden)}. JAX makes hi-primitives of checkpoints, custom "
+            "derivatives and loops under its flags jax_remat3, jax_custom_vjp3, "
+            "jax_custom_jvp3 and jax_scan3, and of a derivative with "
+            "generic_batching=True. Expected the flags off where functions are "
+            "decorated or traced outside of the function given to amp, and no "
+            "generic_batching. Or keep these matmuls in float32 by flax_amp.amp_stop; "
+            "flax_amp.explain shows each matmul."
         )
     elif kept and "" not in kept:
         _warn(
@@ -84,12 +87,12 @@ def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None
         )
     elif matmuls and all(_is_half_as_written(choose.policy, x) for x in matmuls):
         _warn(
-            "amp: each matmul and convolution of this program has factors in half "
-            f"precision without amp ({len(matmuls)}), so amp changes none of them, and "
-            "the equations between them run in the dtypes of the program. Expected a "
-            "model in float32: leave out dtype= and param_dtype= of its layers, or the "
-            "casts, and amp keeps sums, norms and softmaxes in float32. Or leave out "
-            "amp; flax_amp.explain shows each matmul."
+            "amp: each matmul and convolution of this program is in half precision "
+            f"without this amp ({len(matmuls)}), so amp changes none of them, and the "
+            "equations between them run in the dtypes of the program. Expected a model "
+            "in float32: leave out dtype= and param_dtype= of its layers, the casts, "
+            "or an amp inside of the function, and amp keeps sums, norms and softmaxes "
+            "in float32. Or leave out this amp; flax_amp.explain shows each matmul."
         )
 
 
@@ -121,17 +124,26 @@ def _float_factors(matmul: Visit) -> list[DType]:
 
 
 def _is_half_as_written(policy: Policy, matmul: Visit) -> bool:
-    """Whether a factor is float16 or bfloat16 without `amp`, outside of `amp_stop`."""
-    if policy.decide(matmul.eqn.primitive, matmul.scopes).key == "amp_stop":
+    """Whether a matmul is in half precision in the program, and `amp` leaves it so.
+
+    `amp` rounds a float32 factor, and a float32 result of halves. Another value of a
+    key, such as `use_float32_result`, changes the matmul, or its user chose to leave
+    the matmul alone. The backward rule of a `custom_vjp` may have other matmuls.
+    """
+    eqn = matmul.eqn
+    decision = policy.decide(eqn.primitive, matmul.scopes)
+    has_own_rule = any(x.primitive.name.startswith("custom_vjp") for x in matmul.around)
+    if decision.function is not use_compute_precision or has_own_rule:
         return False
-    return any(dtype.itemsize == 2 for dtype in _float_factors(matmul))
+    dtypes = [*_float_factors(matmul), *(v.aval.dtype for v in eqn.outvars)]
+    return all(jnp.issubdtype(x, jnp.floating) and x.itemsize == 2 for x in dtypes)
 
 
 def _why_kept(choose: Chooser, matmul: Visit) -> str:
     """Says why `amp` leaves a matmul in its own dtypes.
 
     The reason is "" if the policy changes the matmul, if the operands are in half
-    precision or fp8 as written, and if `amp_stop` is around the matmul.
+    precision or fp8 as written, or if `amp_stop` is around the matmul.
     """
     eqn, scopes, around = matmul
     # The program itself has half precision or fp8 here.
@@ -142,6 +154,7 @@ def _why_kept(choose: Chooser, matmul: Visit) -> str:
     # A key of the policy may leave a loop or a call untouched as a whole.
     by_key = (choose.policy.decide(e.primitive, ()) for e in around)
     forced = next((d for d in by_key if d.key_kind is KeyKind.PRIMITIVE), None)
+    # `choose` adds the scopes of the equation itself.
     outer = scopes[: len(scopes) - len(_source.scope_names(eqn))]
     choice = choose(eqn, Context(outer, forced))
     is_kept = choice.role is Kind.ORIGINAL and choice.decision.key != "amp_stop"
@@ -154,7 +167,8 @@ def _hidden_in(choose: Chooser, matmul: Visit) -> str:
     if hi is None or choose.policy.decide(hi.primitive, matmul.scopes).is_chosen:
         return ""
     name = _jaxprs.hi_name(hi)
-    # A solver in half precision converges to half precision.
+    # A solver in half precision converges to half precision: so float32 is wanted
+    # there, without a warning.
     if name == "CustomRoot":
         return ""
     return name

@@ -7,12 +7,20 @@ Between two matmuls everything is float32. Values that go to the next matmul are
 3. A value that leaves a region for a later matmul is rounded once   `_form`
 4. Sums, scalars, arguments and states are never rounded             `_why_float32`
 5. Sums of halves and biases, and moves, stay half                   `_stays_half`
+   Residual sums are rounded for their own region, too            `_residual_sums`
 6. Keys of the policy decide first                                   `roles.py`
 
 The plan of a program is made before anything is emitted. The plan has the *form* of
 each variable, with the reason, and the *way* in which each equation runs. `emit.py`
 reads the plan and asserts the planned dtypes. `debug/` shows the plan. The plan does
 not say which results are stored for the backward pass: `memory.py` does.
+
+A value that is rounded at the border has up to two kinds of readers:
+
+    read_outside_region     the variables that are read rounded, behind the border
+    read_by_later           of these, the variables that arithmetic reads there
+    Read.before_border      a reader wants the float32 value from before the border
+    Form.has_float32_too    the variable has this float32 value, not the half alone
 
 A rule for each value by its readers was tried before (8,000 lines). Nobody could
 predict a dtype. Behind a call, `log(1 - gate)` was infinite beside a matmul that reads

@@ -140,7 +140,9 @@ def run_pass(
 def _without_writes_if_empty(
     result: PassResult, params: PyTree, variables: PyTree
 ) -> PassResult:
-    """Undoes the writes of a pass of weight 0; `_weigh` leaves out its numbers.
+    """Undoes the writes of an empty pass, which has weight 0.
+
+    `_weigh` leaves out the numbers of such a pass.
 
     `params` and `variables` are the parameters and variables before the pass.
     """
@@ -275,13 +277,16 @@ _MODULES = nnx.Pytree, nnx.Variable, _Placeholder
 
 
 def take_out(tree: PyTree) -> tuple[list[Any], PyTree]:
-    """Returns the modules in a tree, and the tree with placeholders for them."""
+    """Returns the NNX objects in a tree, and the tree with a placeholder for each.
+
+    NNX objects are modules and variables.
+    """
     modules = _tree.nodes(tree, _MODULES)
     return modules, _tree.replace_nodes(tree, _MODULES, [_Placeholder()] * len(modules))
 
 
 def put_back(modules: Iterable[Any], tree: PyTree) -> PyTree:
-    """Returns a tree of `take_out` with the modules in their places."""
+    """Returns a tree of `take_out` with the NNX objects in their places."""
     return _tree.replace_nodes(tree, _Placeholder, modules)
 
 

@@ -27,11 +27,11 @@ from flax_amp._checks import first_of
 NAME = "flax_amp_checksums.json"
 ITEM = "default"  # CheckpointManager saves an item without a name under this name
 
-# The files of a step are read in parallel. Any limit of this size does: at 5 GB/s per
-# core (`_of_file`), 16 threads check 80 GB/s, more than a disk delivers.
+# The files of a step are read in parallel. The exact number does not matter: at 5 GB/s
+# per core (`_of_file`), 16 threads check 80 GB/s, more than a disk delivers.
 _THREADS = min(16, os.cpu_count() or 1)
-# Characters of a reason. Any limit of this size does: the reason then takes about four
-# lines of a terminal.
+# Characters of a reason. The exact number does not matter: the reason then takes about
+# four lines of a terminal.
 _LONGEST_REASON = 300
 
 

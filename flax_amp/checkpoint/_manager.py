@@ -257,8 +257,8 @@ getattr(threading, "_register_atexit", atexit.register)(_finish)
 def manager(
     directory: Any,
     *,
-    # Any small number above 1 does: `restore` reads an older step if the newest step is
-    # damaged.
+    # The exact number does not matter, if it is above 1: `restore` reads an older step
+    # if the newest step is damaged.
     max_to_keep: int | None = 3,
     save_interval_steps: int = 1,
     best_metric: str | None = None,

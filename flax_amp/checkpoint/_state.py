@@ -228,7 +228,7 @@ def _changed_settings(read: Leaves, target: Any) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
-    # Any small limit does: a warning names a few numbers of an array.
+    # The exact number does not matter: a warning names a few numbers of an array.
     return " ".join(f"{x:g}" for x in np.ravel(value)[:4])
 
 

@@ -3,11 +3,11 @@
 Training needs no part of this folder. See README.md in this folder.
 """
 
-from flax_amp.debug._compare import Comparison as Comparison
-from flax_amp.debug._compare import GradientErrors as GradientErrors
-from flax_amp.debug._compare import Sensitivity as Sensitivity
-from flax_amp.debug._compare import Setting as Setting
-from flax_amp.debug._compare import compare_precision as compare_precision
+from flax_amp.debug._compare_precision import Comparison as Comparison
+from flax_amp.debug._compare_precision import GradientErrors as GradientErrors
+from flax_amp.debug._compare_precision import Sensitivity as Sensitivity
+from flax_amp.debug._compare_precision import Setting as Setting
+from flax_amp.debug._compare_precision import compare_precision as compare_precision
 from flax_amp.debug._compare_training import TrainedPrecision as TrainedPrecision
 from flax_amp.debug._compare_training import TrainingComparison as TrainingComparison
 from flax_amp.debug._compare_training import compare_training as compare_training

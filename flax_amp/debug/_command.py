@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from flax_amp._checks import check_type
-from flax_amp.debug._compare import compare_precision
+from flax_amp.debug._compare_precision import compare_precision
 from flax_amp.debug._compare_training import compare_training
 from flax_amp.debug._explain import ONLY, explain
 from flax_amp.debug._measure import measure

@@ -44,7 +44,7 @@ class TrainedPrecision:
     name: str  #: the name or the word that the user gave
     #: the numbers to compare; infinite if a run skips all of its last steps
     ends: tuple[float, ...]
-    #: for each part of a run the mean loss that the step reports, or the evaluation
+    #: for each twentieth of a run (or step, if fewer) the mean loss, or the evaluation
     curves: tuple[tuple[float, ...], ...]
     skipped: tuple[int, ...]  #: steps that were not finite, and changed nothing
     scales: tuple[float, ...]  #: the loss scale at the end
@@ -136,7 +136,7 @@ class TrainingComparison(Report):
             raise ImportError(
                 "plot needs matplotlib. In a clone of flax_amp: pip install '.[plot]'"
             ) from error
-        # Sizes of the picture are for the eye: any sizes near these do.
+        # The exact sizes do not matter: the picture has to be readable.
         figure = Figure(figsize=(10, 4), layout="constrained")
         curves, gaps = figure.subplots(1, 2, width_ratios=[3, 2])
         self._draw_curves(curves)
@@ -217,10 +217,11 @@ def compare_training(
     *,
     precisions: Sequence[Precision] | Mapping[str, Variant] = ("bf16-mixed",),
     reference: Variant = "32-true",
-    # The limit of the first test is up to 4.6 spreads with 3 seeds, 21 with 2 seeds,
-    # and 2.1 with 5 seeds (`docs/compare_training.md`).
+    # The first test is the paired t test, and a spread is the standard deviation of the
+    # ends in float32. The limit of the first test is up to 4.6 spreads with 3 seeds, 21
+    # spreads with 2 seeds, and 2.1 spreads with 5 seeds (`docs/compare_training.md`).
     seeds: int = 3,
-    steps: int = 300,  # any number of this size does for a first look
+    steps: int = 300,  # The exact number does not matter for a first look.
     evaluate: Callable[[Any], Any] | None = None,
     tolerance: float = 0.0,
     directory: str | os.PathLike[str] | None = None,
@@ -292,9 +293,9 @@ def compare_training(
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, flax_amp
       >>> def make(seed):
-      ...     params = {"w": np.random.default_rng(seed).normal(size=3)}
+      ...     w = np.random.default_rng(seed).normal(size=3)
       ...     return flax_amp.AmpTrainState.create(
-      ...         params={"w": jnp.float32(params["w"])}, tx=optax.sgd(0.1)
+      ...         params={"w": jnp.float32(w)}, tx=optax.sgd(0.1)
       ...     )
       >>> def batches(seed):
       ...     rng = np.random.default_rng(seed)
@@ -340,6 +341,7 @@ def compare_training(
         _trained(trainer.name, found)
         for trainer, found in zip(trainers, runs, strict=True)
     )
+    # The same measure before training.
     untrained = [math.nan if x.untrained is None else x.untrained for x in runs[0]]
     compared = tuple(
         dataclasses.replace(x, gap=judge(first.ends, untrained, x.ends, tolerance))
@@ -418,13 +420,15 @@ def _train_all(
     """Returns the runs of each trainer, a run for each seed; the reference is first."""
     runs: list[list[Run]] = [[] for _ in trainers]
     for seed in range(seeds):
-        # Nothing is made for a seed whose runs are stored.
+        # `shared` calls `make` at most once for a seed, and never if the runs of the
+        # seed are stored.
         shared = functools.cache(functools.partial(_make, make, seed))
         measuring = Reference(trainers[0], _maker(trainers[0], seed) or shared)
         for index, trainer in enumerate(trainers):
             own = _maker(trainer, seed)
             run = trainer.run(seed, own or shared, measuring)
             runs[index].append(run)
+            # A `make` of its own may begin with other parameters than the reference.
             check_equal(run, runs[0][seed], seed, starts=own is None)
             if index == 0:
                 _check_finite(trainer.name, seed, run)

@@ -21,11 +21,11 @@ from flax_amp.policy import Policy, default_amp_policy
 
 Verdict = Literal["nothing", "inputs", "scale", "precision", "mathematics"]
 
-# At most this many parts that are at fault one after the other: each of them takes a
-# run equation by equation. Any number of this size does.
+# At most this many parts that are at fault one after the other. The exact number does
+# not matter: there is a limit because each part takes a run equation by equation.
 _MAX_AT_FAULT = 8
-# Examples of the batch that a report holds, and that its text names. Any numbers of
-# this size do: a batch of which all examples are at fault should not fill the report.
+# Examples of the batch that a report holds, and that its text names. The exact numbers
+# do not matter: a batch of which all examples are at fault should not fill the report.
 _MOST_EXAMPLES = 64
 _SHOWN = 8
 

@@ -1,4 +1,4 @@
-"""Rows about the emitted equations, and the bytes that the backward pass stores.
+"""Rows about the emitted equations, and the bytes stored for the backward pass.
 
 The scopes around an equation tell its module. Flax opens the scope `embed.attend` for
 the method `attend` of the module `embed`. So a name with one dot names a module and a
@@ -29,7 +29,8 @@ from flax_amp.policy import InDtype
 
 # These primitives only run a body: the rows of the body tell everything about them.
 TRANSPARENT = CALLS | {"shard_map", "custom_vmap_call"}
-# Equations in these roles run in dtypes of their own, because a key or a fact says so.
+# Equations in these roles run in dtypes of their own, because of a key, or because of
+# the program (`precision=`, half operands).
 _IN_OWN_DTYPES = (Kind.ORIGINAL, Kind.CALLED)
 # The bodies of these primitives, such as the comparison of a sort, get no rows.
 _BODIES_NOT_SHOWN = (Kind.MATMUL, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
@@ -127,9 +128,16 @@ def scopes_of(eqn: Eqn) -> tuple[str, ...]:
     return tuple(scopes)
 
 
+def is_computed_again(eqn: Eqn) -> bool:
+    """Whether the backward pass of a checkpoint computes a forward value again."""
+    return any(entry.name == _OF_CHECKPOINTS[1] for entry in _source.scopes(eqn))
+
+
 def is_derivative(eqn: Eqn) -> bool:
     """Whether an equation belongs to a gradient that the user's own function takes."""
     entries = _source.scopes(eqn)  # including the entries of transformations
+    # Reverse mode makes an entry `transpose` that is no scope. A user's scope may have
+    # this name, too.
     named = (type(x).__name__ for x in entries if x.name == "transpose")
     return any(name != "Scope" for name in named)
 
@@ -195,8 +203,9 @@ class Visit(NamedTuple):
     eqn: Eqn  # the equation in the user's program
     why: Any  # the emitter's `Choice`
     around: tuple[Eqn, ...] = ()  # the equations around `eqn`, outermost first
-    # The equation around `eqn` that runs as a whole. In a loop that runs as a whole,
-    # `why` has the reason of `eqn` itself; otherwise `why` is the choice of `whole`.
+    # The equation around `eqn` that runs as a whole. If `whole` is a loop, `why` has
+    # the reason of `eqn` itself. If `whole` is another equation, `why` is the choice of
+    # `whole`.
     whole: Eqn | None = None
 
     @property
@@ -310,7 +319,7 @@ def _is_as_written(row: Equation, why: Any) -> bool:
     if row.before != row.after:
         return False
     decision = why.decision
-    is_float32_key = decision.is_chosen and isinstance(decision.function, InDtype)
+    is_float32_key = decision.is_chosen and decision.function == InDtype(jnp.float32)
     is_left_alone = why.role is Kind.ORIGINAL and not is_float32_key
     return is_left_alone or any(map(is_half, float_factors(row.before.operands)))
 
@@ -378,7 +387,7 @@ def flops(eqn: Eqn) -> int:
 def stored_bytes(
     closed: Jaxpr, arrays: Sequence[Any], trained: Sequence[bool]
 ) -> dict[str, int]:
-    """Returns the bytes that the backward pass of a program stores, by dtype.
+    """Returns the bytes that are stored for the backward pass of a program, by dtype.
 
     JAX itself decides which arrays to store: the arrays that the forward pass of
     `jax.vjp` hands to the backward pass are counted, without arguments and constants,

@@ -68,9 +68,9 @@ class Report:
 
 def _width() -> int:
     """Returns the width of the terminal in characters, limited to 80 up to 120."""
-    # Any limits of this size do: with 80, the columns beside the names have room, and
-    # lines of more than 120 characters are hard to read. Where the size of the terminal
-    # is unknown, the width is 100.
+    # The exact numbers do not matter: with 80, the columns beside the names have room,
+    # and lines of more than 120 characters are hard to read. Where the size of the
+    # terminal is unknown, the width is 100.
     return min(max(shutil.get_terminal_size((100, 40)).columns, 80), 120)
 
 
@@ -128,7 +128,8 @@ def short(dtype: str) -> str:
 
 def is_half(dtype: str) -> bool:
     """Whether a dtype is a float of fewer than four bytes."""
-    return dtype.startswith(("bfloat16", "float16", "float8", "float6", "float4"))
+    # `float64` begins with `float6`, the name of floats of six bits with `float6_`.
+    return dtype.startswith(("bfloat16", "float16", "float8", "float6_", "float4"))
 
 
 def policy_text(

@@ -232,7 +232,7 @@ _TAKES_FIRST = ("gather", "dynamic_slice")  # all operands but the first are ind
 # `_TOO_FAR`. In bfloat16, a position up to 64 is off by at most an eighth of a step, a
 # position up to 32 by a sixteenth, and a position up to 128 by a quarter.
 _FAR = 64
-# Masks hold larger numbers, such as -1e9. Any limit of this size does: a minute of
+# Masks hold larger numbers, such as -1e9. The exact number does not matter: a minute of
 # sound at 16 kHz has 960,000 positions.
 _TOO_FAR = 1e6
 # Constants of that many elements and more are not read: on a CPU, 2**20 elements take

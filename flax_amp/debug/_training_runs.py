@@ -36,14 +36,16 @@ from flax_amp._training.train_state import AmpTrainState
 from flax_amp._training.train_step import make_train_step
 from flax_amp.policy import Precision, long_word
 
-# Of a run. Any number of this size does: a curve needs some points, and the host waits
-# for the device at the end of each part. A stored run has numbers for each of its
+# Of a run. The exact number does not matter: a curve needs some points, and the host
+# waits for the device at the end of each part. A stored run has numbers for each of its
 # parts, so runs that were stored with another number do not fit.
 PARTS = 20
-# The end of a run is the last tenth of its steps, and of its parts. Any share of this
-# size does: the measure of more steps has less noise, and counts earlier parameters.
+# The end of a run is the last tenth of its steps, and of its parts. The exact number
+# does not matter: the measure of more steps has less noise, and counts earlier
+# parameters.
 _TAIL = 10
-# Batches, a limit because the batches stay in memory. Any number of this size does.
+# Batches. The exact number does not matter: there is a limit because the batches stay
+# in memory.
 _MOST_IN_TAIL = 50
 SAVE_EVERY_S = 60.0  # a save takes a second or less, so about 2 % of the time
 

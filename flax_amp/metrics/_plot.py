@@ -10,8 +10,8 @@ import numpy as np
 
 from flax_amp.metrics._log import read
 
-# Sizes in this module are for the eye: any sizes near these do. Lengths are inches, and
-# widths of lines, markers and letters are points.
+# The exact sizes in this module do not matter: the picture has to be readable. Lengths
+# are inches, and widths of lines, markers and letters are points.
 #
 # For the last part of a name: the title, and the share of the height.
 _PANELS = {
@@ -112,7 +112,7 @@ def _draw(axes: Any, name: str, lines: list[_Line]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     red = dict(color=_RED, clip_on=False, transform=axes.get_xaxis_transform())
     for label, steps, y, skipped in lines:
-        # Any limit of this size does: more markers than that hide the line.
+        # The exact number does not matter: many markers hide the line.
         marker = "o" if len(steps) <= 40 else ""
         axes.plot(steps, y, marker=marker, ms=2.5, lw=1.3, label=label)
         if skipped.size:

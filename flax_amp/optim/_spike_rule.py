@@ -25,19 +25,20 @@ from flax_amp import _tree
 Array = jax.Array
 PyTree = Any
 
-# With fewer values, their standard deviation says little: no value is a spike, and each
-# value is recorded in full. With a factor of 6, a next value of the same normal
-# distribution is a spike with a probability of 6e-3 after 4 values, 4e-4 after 8, and
-# 2e-5 after 16; with a factor of 20, 2e-4, 1e-7 and 2e-12.
+# With fewer values than this number, the standard deviation of the values says little:
+# no value is a spike, and each value is recorded in full. With a factor of 6, a next
+# value of the same normal distribution is a spike with a probability of 6e-3 after 4
+# values, 4e-4 after 8, and 2e-5 after 16; with a factor of 20, 2e-4, 1e-7 and 2e-12.
 FEWEST = 8
 # The least standard deviation, as a share of the mean. Without this bound, a single bit
 # more is a spike if all losses were equal before. With a factor of 20, a spike takes a
 # rise by a fifth.
 _LEAST_SPREAD = np.float32(0.01)
 # A value is recorded as at most so many standard deviations above the mean. The limit
-# rises on and on where more than 1 in 37 values, `1 + 6**2`, is a spike. So a new level
-# becomes normal, and bad batches of 1000 times the loss, 1 in every 40 steps, never do.
-# With a larger number, a new level becomes normal sooner, and so do rarer batches.
+# rises on and on where more than 1 in 37 values is a spike: 37 is `1 + 6**2`. So a new
+# level becomes normal, and bad batches of 1000 times the loss, 1 in every 40 steps,
+# never do. With a larger number, a new level becomes normal sooner, and so do rarer
+# batches.
 _MOST_RECORDED = np.float32(6)
 _LARGEST = np.finfo(np.float32).max
 
@@ -75,12 +76,18 @@ def judge(
     """Returns whether a value is a spike, bool[], and the history with this value.
 
     A value that is not finite is no spike, and is not recorded.
+
+    Args:
+      history: the values before this value.
+      value: a real scalar.
+      factor: how many standard deviations above the mean a spike begins.
+      warmup: the number of values before any value is a spike.
     """
     is_finite = jnp.isfinite(value)
     # A finite float64 number may be an inf in float32.
     value = jnp.clip(jnp.asarray(value, jnp.float32), -_LARGEST, _LARGEST)
     mean, spread = _mean_and_spread(history)
-    # Only zeros have no spread, and zeros have no size to compare a value with.
+    # If all values are 0, nothing can be compared, and nothing is a spike.
     is_known = (history.seen >= FEWEST) & (spread > 0)
     limit = mean + jnp.asarray(factor, jnp.float32) * spread
     is_spike = is_finite & is_known & (value > limit) & (history.seen >= warmup)
@@ -93,6 +100,8 @@ def _mean_and_spread(history: History) -> tuple[Array, Array]:
     """Returns the mean of the values, and their standard deviation, with its bound."""
     values, seen = history
     is_value = jnp.arange(values.size) < seen
+    # At least 2, so that nothing is divided by 0. From 2 values on the count is exact,
+    # and `judge` uses the mean from `FEWEST` values on.
     count = jnp.clip(seen, 2, values.size).astype(jnp.float32)
     # In units of the largest value: the squares of 1e20 and of 1e-25 are no float32
     # numbers.

@@ -84,6 +84,12 @@ def test_flops(fun, flops):
         assert found.low_share is None
 
 
+def test_a_matmul_of_float64_is_not_in_half():
+    with jax.enable_x64(True):
+        found = explain(jnp.dot)(X.astype("float64"), W.astype("float64"))
+    assert found.low_share == 0
+
+
 def test_a_dict_for_json(found):
     data = json.loads(json.dumps(found.to_dict()))
     assert data["compute_dtype"] == "bfloat16" and data["name"] == "loss"
@@ -113,6 +119,8 @@ LEFT = {  # name: (the value of the key "layer_1", or None, the cell of the modu
     "float32": (jnp.float32, "0 %"),
     "original": (flax_amp.use_original_precision, "as written"),
     "stopped": (None, "as written"),
+    # `precision=` takes precedence over a key.
+    "highest": (jnp.bfloat16, "as written"),
 }
 
 
@@ -120,10 +128,11 @@ LEFT = {  # name: (the value of the key "layer_1", or None, the cell of the modu
 def test_a_module_as_written_and_a_module_in_float32(name):
     """A key with float32 sets a dtype; the other two leave the module alone."""
     value, cell = LEFT[name]
+    precision = "highest" if name == "highest" else None
 
     def layer(w, x):
         with jax.named_scope("layer_1"):
-            return x @ w
+            return jnp.dot(x, w, precision=precision)
 
     def loss(w, x):
         stopped = flax_amp.amp_stop(layer) if value is None else layer

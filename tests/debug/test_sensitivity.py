@@ -396,6 +396,31 @@ def test_the_report_ranks_and_concludes():
     assert saved[0]["by_kind"]["result"] == worst.by_kind["result"]
 
 
+def test_values_that_a_checkpoint_computes_again_are_no_cotangents():
+    """They are results and border values, whichever pass computes them."""
+    given = W, X, jnp.full((1, N), 300.0)
+    plain, again = (
+        compare_precision(loss)(*given).sensitivities[0].by_kind
+        for loss in (planted(cancel), jax.checkpoint(planted(cancel)))
+    )
+    assert again["cotangent"] < again["result"]
+    np.testing.assert_allclose(again["cotangent"], plain["cotangent"], rtol=0.5)
+    np.testing.assert_allclose(again["result"], plain["result"], rtol=0.5)
+
+
+def test_a_group_may_be_less_exact_than_all_gradients_together():
+    def loss(w, x):
+        close = 1e3 + w["small"] * x
+        small = ((close @ W) - 1e3 * W.sum(0, keepdims=True)).mean()
+        return 1e6 * ((x @ w["large"]) ** 2).mean() + (small**2).sum()
+
+    found = compare_precision(loss)({"small": W[:1], "large": W}, X)
+    assert found.as_it_is.gradient_error < found.threshold
+    text = str(found)
+    assert "The gradients, all together, are as exact as usual" in text
+    assert "Some groups alone are above: " in text and "small" in text
+
+
 def test_roundings_without_a_switch_are_searched_by_trials():
     """A loop with a condition for each example runs as it was written."""
 

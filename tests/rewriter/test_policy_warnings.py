@@ -184,6 +184,11 @@ def by_hand(w, x, dtype=F16):
     return (x.astype(dtype) @ w.astype(dtype)).astype(F32)
 
 
+with_float32_rule = jax.custom_vjp(by_hand, nondiff_argnums=(2,))
+with_float32_rule.defvjp(
+    lambda w, x, dtype: (by_hand(w, x, dtype), (w, x)),
+    lambda dtype, saved, g: (saved[1].T @ g, g @ saved[0].T),
+)
 mine = lambda compute, dtypes, *xs, **params: (xs, params)  # noqa: E731
 DEFAULT = default_amp_policy
 QUIET = {  # name: (function, policy, compute dtype)
@@ -192,6 +197,16 @@ QUIET = {  # name: (function, policy, compute dtype)
     "a function": (nested, {lax.dot_general_p: mine}, jnp.float16),
     "partly by hand": (lambda w, x: by_hand(w, x) @ w, DEFAULT, jnp.float16),
     "stopped by hand": (flax_amp.amp_stop(by_hand), DEFAULT, jnp.float16),
+    # `amp` rounds the float32 factor, and the float32 result.
+    "one half factor": (lambda w, x: x.astype(F16) @ w, DEFAULT, jnp.float16),
+    "a float32 result": (
+        lambda w, x: jnp.dot(x.astype(F16), w.astype(F16), preferred_element_type=F32),
+        DEFAULT, jnp.float16,
+    ),
+    "another key": (
+        by_hand, DEFAULT | {lax.dot_general_p: flax_amp.use_float32_result}, F16
+    ),
+    "a rule of its own": (with_float32_rule, DEFAULT, jnp.float16),
 }  # fmt: skip
 
 
@@ -208,6 +223,7 @@ OWN_DTYPES = {  # name: (function, arguments)
         lambda w, x: lax.scan(lambda c, _: (by_hand(w, c), None), x, None, 3), (W, X)
     ),
     "inputs": (jnp.dot, (X.astype(BF16), W.astype(BF16))),
+    "amp inside": (amp(lambda w, x: x @ w), (W, X)),
     "linen": (lambda x: nn.Dense(4, dtype=BF16).init_with_output(KEY, x)[0], (X,)),
     "nnx": (
         lambda model, x: model(x), (nnx.Linear(4, 4, dtype=BF16, rngs=nnx.Rngs(0)), X)
@@ -220,5 +236,5 @@ def test_a_program_with_half_factors_of_its_own(name):
     """`amp` has nothing to change, and cannot keep the equations between in float32."""
     fn, args = OWN_DTYPES[name]
     (message,) = warned(amp(fn, compute_dtype=F16), *args)
-    assert "has factors in half precision without amp (1)" in message
+    assert "is in half precision without this amp (1)" in message
     assert "leave out dtype= and param_dtype=" in message

@@ -106,8 +106,8 @@ def test_a_scan_adds_up_the_cotangents_of_what_it_closes_over(name, dtype):
 
 
 @pytest.mark.parametrize("last", [lambda x: x + 64.0 / (1 + x * x), None])
-def test_what_is_no_small_step_is_rounded(last):
-    """A numerator is no factor, and one small step says nothing of those before."""
+def test_a_residual_stream_is_rounded_whatever_its_last_term(last):
+    """The last term is a large numerator, or a small part of the stream's sine."""
 
     def loss(ws, x):
         for w in ws:
@@ -122,8 +122,8 @@ def test_what_is_no_small_step_is_rounded(last):
 
 
 @pytest.mark.parametrize("size", [32, 33])
-def test_a_mean_with_its_axes_kept_is_no_small_step(size):
-    """The sum is broadcast before it is divided, by more than 32 at one size."""
+def test_a_mean_with_its_axes_kept_is_no_state(size):
+    """The sum is broadcast before it is divided, by 32 or by 33."""
 
     def loss(w, x):
         m = jnp.mean(x @ w, 0, keepdims=True) + 1.0

@@ -100,7 +100,7 @@ STREAMS = {  # name: (layer of (carry, weight), first carry of x, weights, is it
     "normed": (lambda c, w: c + layer(w, norm(c)), lambda x: norm(x @ W), STACK, True),
     "slices of one argument": (attention, lambda x: x @ W, THREE_EACH, True),
     "centred": (centred, lambda x: x @ W, STACK, True),
-    "small steps": (lambda x, w: x + 0.01 * (x @ w), lambda x: x @ W, STACK, True),
+    "small terms": (lambda x, w: x + 0.01 * (x @ w), lambda x: x @ W, STACK, True),
     "from a lookup": (lambda c, w: c + layer(w, c), lambda x: x[INDEX], STACK, True),
     # They begin at data.
     "from zeros": (lambda c, w: jnp.tanh(c @ w + 1), jnp.zeros_like, STACK, False),
@@ -178,7 +178,7 @@ def test_a_state_stays_in_float32_behind_a_loop_nested_in_its_own():
 # --- weights that a scan trains ------------------------------------------------------
 
 # The samples of a step look like the weights of a layer. They multiply twice, in the
-# prediction and in its gradient. The rate makes no small step in the sense of the rule.
+# prediction and in its gradient. The rule does not read the rate.
 WIDE, STEPS, BATCH, RATE = 6, 100, 8, 0.05
 OUT = 3
 START, SAMPLES = normal(0, OUT, WIDE), normal(1, STEPS, WIDE, BATCH)

@@ -29,13 +29,13 @@ from flax_amp.policy import (
 # `benchmarks/results/error-cpu-jax0.12.0.1.json` have a smaller error, 10 with 4 times
 # the spacing, and 15 with 16 times.
 _USUAL = 8
-# A remedy helps if the error of the gradients falls below this share of the error. Any
-# share from 0.1 to 1 does: in `tests/debug/test_compare.py`, the best remedies leave at
-# most 0.01 of the error.
+# A remedy helps if the error of the gradients falls below this share of the error. The
+# exact share does not matter, from 0.1 to 1: in `tests/debug/test_compare.py`, the best
+# remedies leave at most 0.01 of the error.
 _HELPS = 0.9
 _RESULT = "flax_amp.use_float32_result"
-# Groups of parameters in the report. Any number does with which the tables behind the
-# groups stay on the same screen.
+# Groups of parameters in the report. The exact number does not matter: the tables
+# behind the groups should stay on the same screen.
 _SHOWN = 12
 # Headers of a table of errors: a part alone is rounded, then each kind of rounding.
 _HEADERS = ("this\nalone", "\noperands", "\nresults", "border\nvalues", "\ncotangents")
@@ -143,7 +143,13 @@ class Comparison(Report):
         best = self.best
         threshold = self.threshold
         if run.gradient_error <= threshold:
-            yield f"\nThe gradients are as exact as usual: below {threshold:.2g}."
+            above = [group.path for group in self.gradients if group.error > threshold]
+            gradients = "The gradients, all together," if above else "The gradients"
+            yield f"\n{gradients} are as exact as usual: below {threshold:.2g}."
+            if above:
+                # An optimizer such as Adam takes a step of the same size for a group
+                # with small gradients.
+                yield f"Some groups alone are above: {first_of(above)}."
         elif best is None:
             tried = ", and nothing that was tried helps" if self.remedies else ""
             yield f"\nThe error is above {threshold:.2g}{tried}."
@@ -179,7 +185,7 @@ def compare_precision(
     call: Call,
     *,
     scale: float | None = None,
-    # Any small number does: many modules in float32 are no remedy.
+    # The exact number does not matter: many modules in float32 are no remedy.
     remedies: int = 3,
 ) -> Comparison:
     """Compares a loss and its gradients in half precision with float32.
@@ -257,6 +263,7 @@ class _Comparing:
         self._request = call.request
         self._call = call
         self._scale = scale
+        self._first_scale = scale
         self._trials = Trials(call)
         self._is_fp8 = bool(Policy(call.request.entries).fp8_recipes)
         self._enough = _USUAL * float(jnp.finfo(call.request.dtype).eps)  # an error
@@ -309,6 +316,8 @@ class _Comparing:
 
         Returns the setting, the loss and the differences of the gradients.
         """
+        if parts and self._scale != self._first_scale:
+            name += f", loss scale {self._scale:.8g}"
         trial = self._trials.run(parts, self._scale, entries, value)
         exact = self._trials.exact
         loss_error = _relative(_differences([trial.loss], [exact.loss]))
