@@ -4,6 +4,7 @@ Whatever lies on the disk, nothing but a state that was saved comes back, the st
 is damaged is named, and the one before it is found.
 """
 
+import functools
 import json
 import re
 import shutil
@@ -27,6 +28,7 @@ METADATA = "_CHECKPOINT_METADATA"
 WARNING = checkpoint.CheckpointWarning
 
 
+@functools.cache
 def make_state(step=0):
     # Random bits: Orbax compresses others, and their bytes have a checksum then.
     params = {"w": jax.random.normal(jax.random.key(step), (16, 64)), "b": jnp.ones(5)}
@@ -121,9 +123,14 @@ def test_neighbours_are_no_steps(steps, capsys):
         assert report.has_checksums
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("name", [METADATA, _damage.NAME, "default/_METADATA"])
-def test_a_file_that_describes(steps, kind, name):
+# flax_amp reads the first two files itself. Of the third one, only the checksum counts,
+# which differs for every text.
+DESCRIBED = [(name, kind) for name in (METADATA, _damage.NAME) for kind in DAMAGE]
+DESCRIBED += [("default/_METADATA", kind) for kind in DAMAGE if kind not in TEXTS]
+
+
+@pytest.mark.parametrize("name, kind", DESCRIBED)
+def test_a_file_that_describes(steps, name, kind):
     DAMAGE[kind](steps / "2" / name)
     # The byte that is flipped is one of a date, which says nothing of the state.
     harmless = name == METADATA and kind == "flipped"
@@ -156,7 +163,7 @@ def test_a_flipped_byte_of_an_array_is_named(steps):
     """Orbax itself restores it without a word."""
     for path in sorted((steps / "2/default").rglob("d/*")):
         whole = path.read_bytes()
-        for at in np.linspace(0, 1, 6):
+        for at in (0, 0.5, 1):
             flip(path, at)
             with pytest.raises(checkpoint.CorruptCheckpointError, match="changed on d"):
                 checkpoint.restore(steps, make_state(), step=2)
@@ -177,22 +184,22 @@ PLACES = {  # what fails when files are read
 }
 
 
-@pytest.mark.parametrize("error", OUTAGES, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("place", PLACES)
-def test_an_outage_is_not_taken_for_damage(steps, error, place, monkeypatch):
+def test_an_outage_is_not_taken_for_damage(steps, place, monkeypatch):
     """No other step is restored, and none is set aside."""
+    for error in OUTAGES:
 
-    def fail(*args, **kwargs):
-        raise error
+        def fail(*args, error=error, **kwargs):
+            raise error
 
-    with monkeypatch.context() as patch:
-        patch.setattr(PLACES[place], place, fail)
-        for reader in (checkpoint.restore, checkpoint.migrate):
-            with pytest.raises(OSError, match="may be intact all the same"):
-                reader(steps, make_state())
-        if place != "restore":
-            with checkpoint.manager(steps) as manager, pytest.raises(OSError):
-                checkpoint.save(manager, make_state(1), {"loss": 1.0})
+        with monkeypatch.context() as patch:
+            patch.setattr(PLACES[place], place, fail)
+            for reader in (checkpoint.restore, checkpoint.migrate):
+                with pytest.raises(OSError, match="may be intact all the same"):
+                    reader(steps, make_state())
+            if place != "restore":
+                with checkpoint.manager(steps) as manager, pytest.raises(OSError):
+                    checkpoint.save(manager, make_state(1), {"loss": 1.0})
     assert check(steps) == 2
 
 

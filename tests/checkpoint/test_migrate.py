@@ -1,5 +1,7 @@
 """Checkpoints made by other libraries, by other optimizers, and of other models."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import jaxamp
@@ -11,7 +13,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from _foreign import by_manager, by_standard_checkpointer, image_state, run, trained
+from _foreign import by_manager, by_standard_checkpointer, image_state, run
 from _models import changed, linen_state, make_batch, nnx_state, optimizer
 from flax_amp import AmpTrainState, checkpoint, init_scaler, no_scaler, optim
 from flax_amp._training.scaler import update_scaler
@@ -115,8 +117,14 @@ TO_NNX = {
 }
 
 
+@functools.cache
+def linen_run():
+    """A trained state, which all tests that migrate such a state share."""
+    return run(linen_state(), 3)
+
+
 def test_linen_into_nnx(tmp_path):
-    linen = run(linen_state(), 3)
+    linen = linen_run()
     state = checkpoint.migrate(by_manager(tmp_path, linen), nnx_state(), rename=TO_NNX)
     x = make_batch()["x"]
     model = state.merge_model()
@@ -166,9 +174,13 @@ def new_state(tx):
     return AmpTrainState.create(params=params, tx=tx)
 
 
-def moved(tx):
-    state = new_state(tx)
+@jax.jit
+def update(state):
     return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+
+
+def moved(tx):
+    return update(new_state(tx))
 
 
 def inner(state):
@@ -181,15 +193,17 @@ NOT_PLAIN = dict.fromkeys(("scaler", "dynamic_scale", "rngs", *COUNTERS))
 WRAPPED = {"inner_state": "inner_state/inner_opt_state"}
 WRAPPED |= dict.fromkeys(("mini_step", "gradient_step", "acc_grads"))
 SMALL = {"inner_state": "inner_state/inner_state", "roundings": None}
-RENAMES = {  # a checkpoint, a target, names, and what is equal in the result and in it
+# A checkpoint (`image` if there is none), a target, names, and what is equal in the
+# result and in the checkpoint.
+RENAMES = {
     "a new head": (
-        trained,
+        None,
         linen_state,
         {"Dense_1": None, "dynamic_scale": None},
         lambda new, old: [(new.params["Dense_0"], old.params["Dense_0"])],
     ),
     "a plain state": (
-        lambda: run(linen_state(), 3),
+        linen_run,
         lambda: image_state(dynamic_scale=DynamicScale()),
         {"variables/batch_stats": "batch_stats", "inner_state/1": "1", **NOT_PLAIN},
         lambda new, old: [
@@ -198,7 +212,7 @@ RENAMES = {  # a checkpoint, a target, names, and what is equal in the result an
         ],
     ),
     "MultiSteps": (
-        lambda: run(linen_state(), 4),
+        linen_run,
         lambda: linen_state(tx=optax.MultiSteps(optimizer(), 2)),
         WRAPPED,
         lambda new, old: [(inner(new).inner_opt_state, inner(old))],
@@ -228,9 +242,9 @@ RENAMES = {  # a checkpoint, a target, names, and what is equal in the result an
 
 
 @pytest.mark.parametrize("name", RENAMES)
-def test_names_lead_to_another_place(name):
+def test_names_lead_to_another_place(name, image):
     saved, target, rename, pairs = RENAMES[name]
-    old, target = saved(), target()
+    old, target = saved() if saved else image, target()
     new = checkpoint.migrate(old, target, rename=rename)
     assert_same_avals(new, target)
     assert int(new.step) == int(old.step)

@@ -1,5 +1,6 @@
 """Optimizers that read more than gradients: the loss, or the norm of the gradients."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -60,15 +61,10 @@ OPTIMIZERS = {
     "reduce_on_plateau": lambda: then_plateau(optax.adam(0.1)),
     "polyak_sgd": with_value(optax.polyak_sgd, max_learning_rate=0.1),
     "momo": with_value(contrib.momo, learning_rate=0.1),
-    "momo_adam": with_value(contrib.momo_adam, learning_rate=0.1),
-    "schedule_free": with_value(contrib.schedule_free_adamw, 0.1),
     "schedule_free around": lambda: contrib.schedule_free(
         then_plateau(optax.sgd(0.1)), 0.1
     ),
-    "dog": with_value(contrib.dog, 1.0),
-    "dowg": with_value(contrib.dowg, 1.0),
     "prodigy": with_value(contrib.prodigy, 1.0),
-    "dadapt_adamw": with_value(contrib.dadapt_adamw, 1.0),
     "mechanize": lambda: contrib.mechanize(then_plateau(optax.sgd(0.1))),
     "injected": lambda: optax.inject_hyperparams(optax.polyak_sgd)(0.1),
     "masked": lambda: optax.masked(then_plateau(optax.sgd(0.1)), {"w": True}),
@@ -92,7 +88,8 @@ OPTIMIZERS = {
     ),
 }
 TAKE_NONE = ("plain", "sam", "sam in a chain")
-BATCHES = [linear_batch(poisoned=i == 2) for i in range(5)]
+BAD = 2
+BATCHES = [linear_batch(poisoned=i == BAD) for i in range(5)]
 
 
 def pure(state):
@@ -103,19 +100,28 @@ def pure(state):
 
 def by_hand(tx, takes=None):
     """Trains with plain optax, and leaves out the bad batch."""
-    params, state = {"w": W}, tx.init({"w": W})
-    update = jax.jit(tx.update) if hasattr(tx, "update") else tx.update
-    for batch in BATCHES:
+
+    @jax.jit
+    def step(params, state, batch):
         loss, grads = jax.value_and_grad(linear_loss)(params, batch)
-        if not jnp.isfinite(loss):
-            continue
         norm = optax.tree.norm(grads)
         extra = dict(value=loss, loss=loss, grad=grads, grad_norm=norm)
         if takes is not None:
             extra = {name: extra[name] for name in takes}
-        updates, state = update(grads, state, params, **extra)
-        params = optax.apply_updates(params, updates)
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    params, state = {"w": W}, jax.jit(tx.init)({"w": W})
+    for i, batch in enumerate(BATCHES):
+        if i != BAD:
+            params, state = step(params, state, batch)
     return params, pure(state)
+
+
+@functools.cache
+def run_by_hand(name):
+    """The run by hand of an optimizer of the table."""
+    return by_hand(OPTIMIZERS[name](), () if name in TAKE_NONE else None)
 
 
 def by_steps(tx):
@@ -123,7 +129,7 @@ def by_steps(tx):
     step = make_train_step(linear_loss)
     for batch in BATCHES:
         state, metrics = step(state, batch)
-        assert metrics["grads_finite"] == (batch is not BATCHES[2])
+        assert metrics["grads_finite"] == (batch is not BATCHES[BAD])
     assert int(metrics["skipped_total"]) == 1
     return state.params, pure(state.opt_state)
 
@@ -132,9 +138,7 @@ def by_steps(tx):
 @pytest.mark.once
 def test_a_step_gives_an_optimizer_what_it_takes(name):
     """The run is that of a loop by hand which leaves out the bad batch."""
-    takes = () if name in TAKE_NONE else None
-    expected = by_hand(OPTIMIZERS[name](), takes)
-    assert_close(by_steps(OPTIMIZERS[name]()), expected, jnp.float32)
+    assert_close(by_steps(OPTIMIZERS[name]()), run_by_hand(name), jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +182,8 @@ class TakesNone(nnx.Optimizer):
 
 NNX = {
     "amp": (AmpOptimizer, "watching"),
-    "amp, plateau": (AmpOptimizer, "reduce_on_plateau"),
     "amp, strict": (AmpOptimizer, "strict"),
     "amp, guarded": (AmpOptimizer, "guarded"),
-    "plain": (nnx.Optimizer, "watching"),
     "plain, plateau": (nnx.Optimizer, "reduce_on_plateau"),
     "plain, no extra arguments": (nnx.Optimizer, "plain"),
     "plain, sam": (nnx.Optimizer, "sam in a chain"),
@@ -194,8 +196,7 @@ NNX = {
 @pytest.mark.parametrize("kind", NNX)
 def test_optimizers_of_nnx(kind):
     make, name = NNX[kind]
-    takes = () if name in TAKE_NONE else None
-    params, state = by_hand(OPTIMIZERS[name](), takes)
+    params, state = run_by_hand(name)
     model = Line()
     optimizer = make(model, OPTIMIZERS[name](), wrt=nnx.Param)
     step = make_nnx_train_step(line_loss, precision="32-true")

@@ -1,5 +1,7 @@
 """`skip_spikes`: steps with a loss or gradients far above the recent ones."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,19 +23,22 @@ SPIKE = jax.tree.map(lambda x: 1e3 * x, GRADS)
 ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
 
 
-def skipped_steps(losses, factor=20.0, **options):
-    """Which of these losses are skipped, and the state after all of them."""
+@functools.partial(jax.jit, static_argnames=("window", "warmup"))
+def judged(losses, factor, **options):
+    """The state after all losses, and which are skipped; one program for a length."""
     tx = optim.skip_spikes(optax.identity(), factor=factor, **options)
 
-    @jax.jit
-    def run(losses):
-        def step(state, loss):
-            _, new = tx.update({}, state, loss=loss)
-            return new, new.spikes_total > state.spikes_total
+    def step(state, loss):
+        _, new = tx.update({}, state, loss=loss)
+        return new, new.spikes_total > state.spikes_total
 
-        return jax.lax.scan(step, tx.init({}), losses)
+    return jax.lax.scan(step, tx.init({}), losses)
 
-    state, skipped = run(jnp.asarray(losses, jnp.float32))
+
+def skipped_steps(losses, factor=20.0, **options):
+    """Which of these losses are skipped, and the state after all of them."""
+    losses, factor = np.asarray(losses, np.float32), np.float32(factor)
+    state, skipped = judged(losses, factor, **options)
     return np.asarray(skipped), state
 
 
@@ -191,10 +196,10 @@ def test_losses_in_float64():
 # What is judged
 
 
-def warm(tx, params=PARAMS, steps=12, **extra):
+def warm(tx, params=PARAMS, steps=12, update=None, **extra):
     """A state after some steps, in which a spike is seen, and its update."""
     state = tx.init(params)
-    update = jax.jit(tx.update)
+    update = update or jax.jit(tx.update)
     for _ in range(steps):
         _, state = update(GRADS, state, params, **extra)
     return state, update
@@ -202,31 +207,41 @@ def warm(tx, params=PARAMS, steps=12, **extra):
 
 OPTIONS = dict(window=16)
 LARGE = jnp.float32(1e6)
-JUDGED = {  # the extra arguments of usual steps, and of a last one that is skipped
-    "the norm of the updates": ({}, {}, SPIKE),
-    "grad_norm": (dict(grad_norm=1.0), dict(grad_norm=LARGE), GRADS),
-    "the updates beside grad_norm": (dict(grad_norm=1.0), dict(grad_norm=1.0), SPIKE),
-    "loss": (dict(loss=1.0), dict(loss=LARGE), GRADS),
-    "value": (dict(value=1.0), dict(value=LARGE), GRADS),
-    "loss, not value": (dict(loss=1.0), dict(loss=LARGE, value=1.0), GRADS),
-    "no loss, but value": (dict(value=1.0), dict(loss=None, value=LARGE), GRADS),
-    "bfloat16": (dict(loss=1.0), dict(loss=jnp.bfloat16(1e6)), GRADS),
+JUDGED = {  # names of extra arguments in usual steps, all 1; a last step is skipped
+    "the norm of the updates": ((), {}, SPIKE),
+    "grad_norm": (("grad_norm",), dict(grad_norm=LARGE), GRADS),
+    "the updates beside grad_norm": (("grad_norm",), dict(grad_norm=1.0), SPIKE),
+    "loss": (("loss",), dict(loss=LARGE), GRADS),
+    "value": (("value",), dict(value=LARGE), GRADS),
+    "loss, not value": (("loss",), dict(loss=LARGE, value=1.0), GRADS),
+    "no loss, but value": (("value",), dict(loss=None, value=LARGE), GRADS),
+    "bfloat16": (("loss",), dict(loss=jnp.bfloat16(1e6)), GRADS),
 }
 PASSED = {  # the same, and the last one is not skipped
-    "a small loss": (dict(loss=1.0), dict(loss=jnp.float32(-1e6)), GRADS),
-    "value beside loss": (dict(loss=1.0), dict(loss=1.0, value=LARGE), GRADS),
-    "nan": (dict(loss=1.0), dict(loss=jnp.nan), GRADS),
-    "inf": (dict(loss=1.0), dict(loss=jnp.inf), GRADS),
-    "updates of inf": ({}, {}, jax.tree.map(lambda x: x + jnp.inf, GRADS)),
-    "a first loss": ({}, dict(loss=LARGE), GRADS),
+    "a small loss": (("loss",), dict(loss=jnp.float32(-1e6)), GRADS),
+    "value beside loss": (("loss",), dict(loss=1.0, value=LARGE), GRADS),
+    "nan": (("loss",), dict(loss=jnp.nan), GRADS),
+    "inf": (("loss",), dict(loss=jnp.inf), GRADS),
+    "updates of inf": ((), {}, jax.tree.map(lambda x: x + jnp.inf, GRADS)),
+    "a first loss": ((), dict(loss=LARGE), GRADS),
 }
+
+
+GUARDED_SGD = optim.skip_spikes(optax.sgd(0.1), **OPTIONS)
+
+
+@functools.cache
+def warm_sgd(names):
+    """A state of usual steps with these extra arguments; all share an update."""
+    update = jax.jit(GUARDED_SGD.update) if not names else warm_sgd(())[1]
+    usual = dict.fromkeys(names, np.float32(1))
+    return warm(GUARDED_SGD, update=update, **usual)
 
 
 @pytest.mark.parametrize("name", [*JUDGED, *PASSED])
 def test_what_is_judged(name):
     usual, last, grads = (JUDGED | PASSED)[name]
-    tx = optim.skip_spikes(optax.sgd(0.1), **OPTIONS)
-    state, update = warm(tx, **usual)
+    state, update = warm_sgd(usual)
     updates, state = update(grads, state, PARAMS, **last)
     assert state.spikes_total == (name in JUDGED)
     sent = ZEROS if name in JUDGED else jax.tree.map(lambda x: -0.1 * x, grads)
@@ -238,9 +253,9 @@ def test_gradients_whose_squares_overflow_are_a_spike(dtype):
     tx = optim.skip_spikes(optax.sgd(0.1), **OPTIONS)
     largest = float(jnp.finfo(dtype).max) / 4
     cast = lambda tree, x: jax.tree.map(lambda leaf: (x * leaf).astype(dtype), tree)  # noqa: E731
-    state = tx.init(PARAMS)
+    state, update = tx.init(PARAMS), jax.jit(tx.update)
     for scale in [1e3] * 12 + [largest]:
-        _, state = tx.update(cast(GRADS, scale), state, PARAMS)
+        _, state = update(cast(GRADS, scale), state, PARAMS)
     assert state.spikes_total == 1
     np.testing.assert_allclose(state.update_norms.values[0], 500 * 10**0.5, rtol=1e-3)
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(state))
@@ -304,7 +319,9 @@ def test_extra_arguments_are_handed_on():
     ]:
         seen.clear()
         tx = optim.skip_spikes(inner)
-        tx.update(GRADS, tx.init(PARAMS), PARAMS, **given)
+        state = jax.eval_shape(tx.init, PARAMS)
+        update = functools.partial(tx.update, **given)
+        jax.eval_shape(update, GRADS, state, PARAMS)
         assert seen[-1:] == expected  # MultiSteps traces it several times
 
 
@@ -377,17 +394,23 @@ def split(opt_state):
 def test_wherever_it_stands(name, count_traces):
     tx = NESTINGS[name]()
     update, traces = count_traces(tx.update)
-    update, state = jax.jit(update), tx.init(PARAMS)
+
+    @jax.jit
+    def step(grads, old):
+        _, new = update(grads, old, PARAMS, loss=jnp.float32(1.0))
+        return new, keep_counts(old, new), spiked(old, new), spikes_total(new)
+
+    state = jax.jit(tx.init)(PARAMS)
     assert not any(x.weak_type for x in jax.tree.leaves(state))
-    for step in range(20):
-        is_spike = step == 18
-        grads = SPIKE if is_spike else GRADS
-        old, (_, state) = state, update(grads, state, PARAMS, loss=jnp.float32(1.0))
-        assert spiked(old, state) == is_spike
+    for i in range(14):
+        is_spike = i == 12
+        old = state
+        state, kept, has_spiked, total = step(SPIKE if is_spike else GRADS, old)
+        assert has_spiked == is_spike
         count = 2 if name == "two" else 1  # of these, each sees a spike
-        assert spikes_total(state) == (count if step >= 18 else 0)
+        assert total == (count if i >= 12 else 0)
         if is_spike:
-            new, state = state, jax.jit(keep_counts)(old, state)
+            new, state = state, kept
             assert_identical(split(state), (split(new)[0], split(old)[1]))
             assert jax.tree.structure(state) == jax.tree.structure(old)
     assert traces() == 1
@@ -541,8 +564,9 @@ def test_runs_of_a_vmap_are_those_alone():
     scales[0, 20] = losses[1, 10] = 1e3
     together = jax.jit(jax.vmap(run))((scales, losses))
     assert together[0][1].spikes_total.tolist() == [1, 1, 0]
+    run_alone = jax.jit(run)
     for i in range(3):
-        alone = jax.jit(run)((scales[i], losses[i]))
+        alone = run_alone((scales[i], losses[i]))
         found = jax.tree.map(lambda x: x[i], together)  # noqa: B023
         jax.tree.map(
             lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, alone
@@ -568,10 +592,9 @@ def test_a_state_is_saved_and_restored(tmp_path):
     def new_state():
         return AmpTrainState.create(params=PARAMS, tx=tx)
 
-    state = new_state()
-    for _ in range(13):
-        state = state.apply_gradients(grads=GRADS)
-    state = state.apply_gradients(grads=SPIKE)
+    state, step = new_state(), jax.jit(lambda s, grads: s.apply_gradients(grads=grads))
+    for grads in [GRADS] * 13 + [SPIKE]:
+        state = step(state, grads)
     assert spikes_total(state.opt_state) == 1
     with checkpoint.manager(tmp_path) as manager:
         checkpoint.save(manager, state)

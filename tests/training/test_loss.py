@@ -70,10 +70,16 @@ def on_objects(loss, args, **options):
     return nnx.to_pure_dict(nnx.state(model)), metrics
 
 
-@options_of_steps
+# The plain step on objects with further arguments is in
+# `test_the_nnx_step_updates_modules`, and the plain step on a state is a pass of the
+# accumulated step.
 @pytest.mark.parametrize(
-    "run, loss",
-    [(on_state, weighted), (on_nnx_state, nnx_weighted), (on_objects, nnx_weighted)],
+    "run, loss, options",
+    [
+        (on_state, weighted, OPTIONS["accumulated and redone"]),
+        (on_nnx_state, nnx_weighted, OPTIONS["plain"]),
+        (on_objects, nnx_weighted, OPTIONS["accumulated and redone"]),
+    ],
 )
 def test_a_step_is_that_of_a_loss_which_closes_over_them(run, loss, options):
     options = options | {"precision": "bf16-mixed", "has_aux": True}

@@ -41,7 +41,7 @@ FAULTS = {
 # Each of them after a good step, and some at random.
 RANDOM = np.random.default_rng(0)
 RUN = [x for fault in FAULTS for x in (fault, "none")]
-RUN += ["none", *RANDOM.choice([*FAULTS], 8, p=[0.3] + [0.1] * 7), "none"]
+RUN += ["none", *RANDOM.choice([*FAULTS], 5, p=[0.3] + [0.1] * 7), "none"]
 
 
 def batch_with(fault):
@@ -162,21 +162,19 @@ def over_devices(kind, check_vma, **options):
 
 linen, nnx_state = (functools.partial(on_state, kind) for kind in ("linen", "nnx"))
 ACCUMULATED, REDONE = dict(accum_steps=4), dict(redo_on_nan=2)
+# Each kind has a run with micro-batches and a run with retries. Both are together in a
+# run of Linen, and apart in runs of NNX, where a fault of the one hides no other fault.
 ROWS = {
     "linen": (linen, {}),
-    "linen, accumulated": (linen, ACCUMULATED),
-    "linen, redone": (linen, REDONE),
     "linen, both": (linen, ACCUMULATED | REDONE),
     "linen, eager": (linen, dict(jit=False) | REDONE),
     "linen, not donated": (linen, dict(donate=False)),
     "linen, devices": (functools.partial(over_devices, "linen", True), {}),
-    "nnx": (nnx_state, {}),
-    "nnx, both": (nnx_state, ACCUMULATED | REDONE),
+    "nnx, accumulated": (nnx_state, ACCUMULATED),
     "nnx, devices": (functools.partial(over_devices, "nnx", False), REDONE),
     "objects": (on_objects, {}),
     "objects, accumulated": (on_objects, ACCUMULATED),
     "objects, redone": (on_objects, REDONE),
-    "objects, both": (on_objects, ACCUMULATED | REDONE),
     "objects, eager": (on_objects, dict(jit=False) | REDONE),
     "objects, not donated": (on_objects, dict(donate=False)),
     "objects, measured": (on_objects, dict(metrics_fn=lambda *_: {"n": 1.0})),
