@@ -361,7 +361,7 @@ def _errors(actual, expected):
 # --- the tests -----------------------------------------------------------------------
 
 _settings = settings(
-    max_examples=-(-(COUNT or 90) // SLICES),
+    max_examples=-(-(COUNT or 45) // SLICES),
     database=None,
     deadline=None,
     suppress_health_check=list(HealthCheck),

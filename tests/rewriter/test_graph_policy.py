@@ -10,7 +10,7 @@ from jax import lax
 
 from _programs import DERIVATIVES, normal
 from flax_amp import amp, default_amp_policy, explain, graph_policy
-from helpers import equations_of, exact_jit, jit, relative_error
+from helpers import equations_of, exact_jit, relative_error, run_all
 
 SIZE, NODES, EDGES = 8, 10, 1000
 W, X = normal(0, SIZE, SIZE), normal(1, NODES, SIZE)
@@ -39,10 +39,15 @@ def test_dtypes_of_messages(policy):
     assert dtypes == {"bfloat16" if policy is graph_policy else "float32"}
 
 
-@pytest.mark.parametrize("derive", DERIVATIVES.values(), ids=DERIVATIVES)
-def test_derivatives(derive):
-    fn = amp(messages, amp_policy=graph_policy)
-    found, expected = jit(derive(fn))(W / 3, X), derive(messages)(W / 3, X)
+# The policy adds no rule of its own for a derivative: so each kind of derivative is
+# enough. `test_transform.py` has the others.
+@pytest.mark.parametrize(
+    "name",
+    ["grad", "linearize", "checkpoint", "vmap of grad", "grad of grad", "hessian"],
+)
+def test_derivatives(name):
+    derive, fn = DERIVATIVES[name], amp(messages, amp_policy=graph_policy)
+    found, expected = run_all(derive(fn), derive(messages))(W / 3, X)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     assert all(relative_error(*pair) < 0.1 for pair in pairs)
 

@@ -139,13 +139,28 @@ def of_nnx():
     return lambda model: squares(model(TOKENS)), model, nnx.grad
 
 
-# One for each way of calling: the paths there come from JAX and Flax. How other keys
-# match them, `test_policy.py` tells.
-ENCODERS = "called encoded remat remat_method jitted scanned mapped".split()
-BOTH = [*(f"*/{name}/d" for name in ENCODERS), "*/encoded.encode"]
-BOTH += ["*/embed", "*/embed.attend", "[ce]*ed"]
-LINEN = [*BOTH, "LinenLM.logits", "*/layers_1/d", "*/jitted_method.encode/d", "odd.0/d"]
-NNX = [*BOTH, "layers", "*/layers/*/d", "NnxLM/layers/[01].encode"]
+# A key for each way of calling: the paths there come from JAX and Flax. How other keys
+# match the paths, `test_policy.py` tells. Two keys that name unlike modules share a
+# program, and ask for unlike dtypes.
+BOTH = [
+    ("*/called/d", "*/encoded.encode"),
+    ("*/encoded/d", "*/embed"),
+    ("*/remat/d", "*/embed.attend"),
+    ("*/remat_method/d", "[ce]*ed"),
+    ("*/jitted/d", "*/scanned/d"),
+]
+LINEN = [
+    *BOTH,
+    ("*/mapped/d", "LinenLM.logits"),
+    ("*/layers_1/d", "*/jitted_method.encode/d"),
+    ("odd.0/d",),
+]
+NNX = [
+    *BOTH,
+    ("*/mapped/d", "layers"),
+    ("*/layers/*/d",),
+    ("NnxLM/layers/[01].encode",),
+]
 
 
 def matmuls(fn, *args):
@@ -165,22 +180,40 @@ def is_meant(key, path):
     return all(fnmatch.filter([*path, *plain], part) for part in wanted)
 
 
+def grad_of_amp(lower, grad, loss):
+    return grad(lower(loss))
+
+
+def amp_of_grad(lower, grad, loss):
+    return lower(grad(loss))
+
+
+# Of two programs with equal keys, Linen has one order of the transforms, NNX the other.
+ORDERS = grad_of_amp, amp_of_grad
+
+
 @pytest.mark.parametrize(
-    "setup, key",
-    [(setup, key) for setup, keys in ((linen, LINEN), (of_nnx, NNX)) for key in keys],
+    "setup, keys, order",
+    [
+        (setup, keys, ORDERS[(k + i) % 2])
+        for k, (setup, table) in enumerate(((linen, LINEN), (of_nnx, NNX)))
+        for i, keys in enumerate(table)
+    ],
 )
-def test_keys_select_what_they_name(setup, key):
+def test_keys_select_what_they_name(setup, keys, order):
     """Forward and backward, and nothing else."""
     loss, target, grad = setup()
-    policy = default_amp_policy | {key: jnp.float32}
+    asked = dict(zip(keys, (jnp.float32, jnp.float16), strict=False))
+    policy = default_amp_policy | asked
     lower = functools.partial(amp, compute_dtype=jnp.bfloat16, amp_policy=policy)
-    for fn in (lower(grad(loss)), grad(lower(loss))):
-        found = matmuls(fn, target)
-        full = [path for path, dtype in found if dtype == "float32"]
-        low = [path for path, dtype in found if dtype == "bfloat16"]
-        assert len(full) >= 3 and len(low) >= 3  # forward, and two backward
-        assert [path for path in full if not is_meant(key, path)] == []
-        assert [path for path in low if is_meant(key, path)] == []
+    found = matmuls(order(lower, grad, loss), target)
+    for key, dtype in asked.items():
+        chosen = [path for path, found_in in found if found_in == dtype.__name__]
+        others = [path for path, found_in in found if found_in != dtype.__name__]
+        assert len(chosen) >= 3  # forward, and two backward
+        assert [path for path in chosen if not is_meant(key, path)] == []
+        assert [path for path in others if is_meant(key, path)] == []
+    assert len([path for path, dtype in found if dtype == "bfloat16"]) >= 3
 
 
 # --- the scopes of NNX modules: nothing of them stays --------------------------------

@@ -128,13 +128,18 @@ def is_rounded(y, half):
 
 
 def assert_read(transform, result, half):
-    """One program for each reader, because what one reads may be read by others."""
-    for reader, of_reader in READERS.items():
+    """Each reader is a function of its own: what it reads may be read by others."""
 
-        def fn(x, t, of_reader=of_reader):
-            return of_reader(transform(RESULTS[result])(x @ V, t))
+    def function(of_reader):
+        return amp(
+            lambda x, t: of_reader(transform(RESULTS[result])(x @ V, t)),
+            compute_dtype=half,
+        )
 
-        got, _ = exact_jit(amp(fn, compute_dtype=half))(X, TIMES)
+    fns = [function(of_reader) for of_reader in READERS.values()]
+    # One program of all functions compiles in half of the time.
+    found = exact_jit(lambda *args: [fn(*args) for fn in fns])(X, TIMES)
+    for reader, (got, _) in zip(READERS, found, strict=True):
         asked = result == "move" or (
             reader == "a later one" and result not in NEVER_ROUNDED
         )
@@ -143,16 +148,28 @@ def assert_read(transform, result, half):
             assert jnp.array_equal(got, 2 * TIMES if reader == "its region" else TIMES)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("result", RESULTS)
+def every(n, transforms):
+    """Every n-th pair of a result and a transform.
+
+    A transform treats all sums, all arguments, all states and all other results alike.
+    Every third result is at least a sum or an argument, a state, and a rounded result.
+    """
+    return [
+        (result, transform)
+        for i, result in enumerate(RESULTS)
+        for k, transform in enumerate(transforms)
+        if (i + k) % n == 0
+    ]
+
+
+@pytest.mark.parametrize("result, transform", every(3, TRANSFORMS))
 def test_results(result, transform):
     half = HALVES[len(result + transform) % 2]
     assert_read(TRANSFORMS[transform], result, half)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transform", NESTED)
-@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize("result, transform", every(7, NESTED))
 def test_results_of_nested_bodies(result, transform):
     assert_read(NESTED[transform], result, HALVES[len(transform) % 2])
 

@@ -1,6 +1,7 @@
 """`mark_stored`: no other result; roundings, barriers and maxima of each platform."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -119,19 +120,33 @@ WAYS_TO_A_MAXIMUM = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS_TO_A_MAXIMUM)
-@pytest.mark.parametrize("name", MAXIMA)
+# Each maximum in one way, and each way with two maxima: a way sees the marks of the
+# maxima, which are alike.
+OF_MAXIMA = [
+    *zip(MAXIMA, itertools.cycle(WAYS_TO_A_MAXIMUM), strict=False),
+    ("softmax", "scan"),
+    ("maximum", "twice vmap"),
+]
+
+
+@pytest.mark.parametrize("name, way", OF_MAXIMA)
 def test_gradients_through_maxima(name, way, monkeypatch):
     """They are those of a backward pass that stores everything."""
     monkeypatch.setattr(stored_marks, "ON_GPU", ("cpu",))  # computed again here, too
     around = WAYS_TO_A_MAXIMUM[way]
+    ours, stored = (
+        around(amp(of_maxima(name), recompute=recompute)) for recompute in (True, False)
+    )
+    # One program of all derivatives compiles in half of the time.
+    run = exact_jit(
+        lambda *args: [
+            order(f)(*args) for order in (jax.grad, again) for f in (ours, stored)
+        ]
+    )
+    first, first_stored, second, second_stored = run(W, X)
+    assert relative_error(first, first_stored) < 1e-5
     # In a second derivative, cotangents of halves add up in another order.
-    for order, tolerance in ((jax.grad, 1e-5), (again, 3e-2)):
-        ours, stored = (
-            exact_jit(order(around(amp(of_maxima(name), recompute=recompute))))
-            for recompute in (True, False)
-        )
-        assert relative_error(ours(W, X), stored(W, X)) < tolerance
+    assert relative_error(second, second_stored) < 3e-2
 
 
 @pytest.mark.parametrize("name", ["softmax", "maximum"])

@@ -1,6 +1,7 @@
 """Loops: their states stay in float32, the stream through stacked layers is half."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,8 @@ from helpers import (
     assert_close,
     equations_of,
     exact_jit,
-    jit,
     relative_error,
+    run_all,
 )
 
 ROWS, SIZE = 4, 8
@@ -54,8 +55,13 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("update", UPDATES)
+# Each update as it is and in one call, and each call with two updates: a call hands the
+# origins of its operands on, whatever they are.
+IN_CALLS = [(update, "plain") for update in UPDATES]
+IN_CALLS += zip(UPDATES, itertools.cycle(list(CALLS)[1:]), strict=False)
+
+
+@pytest.mark.parametrize("update, call", IN_CALLS)
 def test_a_state_is_not_rounded_though_its_step_multiplies_it(update, call):
     """On the way to the matmul of the same step, a sum of halves would be half."""
     step = CALLS[call](UPDATES[update])
@@ -125,7 +131,7 @@ def test_streams(name):
 
     lowered = amp(fn, compute_dtype=dtype)
     assert carries(lowered, stack, X) == [dtype if is_half else jnp.float32]
-    assert_close(jit(lowered)(stack, X), jit(fn)(stack, X), dtype, gradient=True)
+    assert_close(*run_all(lowered, fn)(stack, X), dtype, gradient=True)
 
 
 LOOPS = {  # of `step(carry)`, from a first carry
@@ -142,7 +148,7 @@ def test_without_a_stack_a_carry_is_float32(loop):
 
     primitive = "while" if loop == "while" else "scan"
     assert carries(amp(fn), W, X, primitive=primitive) == [jnp.float32]
-    assert_close(jit(amp(fn))(W, X), jit(fn)(W, X), jnp.bfloat16, gradient=True)
+    assert_close(*run_all(amp(fn), fn)(W, X), jnp.bfloat16, gradient=True)
 
 
 def test_weights_in_a_carry():
@@ -216,7 +222,7 @@ def test_trained_weights_are_states(name):
     predict, w = PREDICTIONS[name]
     fn, args = functools.partial(distance_trained, predict), (w, SAMPLES, LABELS)
     assert set(carries(amp(fn), *args)) == {jnp.dtype("float32")}
-    got, exact = (jit(jax.value_and_grad(f))(*args) for f in (amp(fn), fn))
+    got, exact = run_all(*(jax.value_and_grad(f) for f in (amp(fn), fn)))(*args)
     assert relative_error(got[0], exact[0]) < 1e-2
     assert relative_error(got[1], exact[1]) < 2e-2
 

@@ -138,10 +138,20 @@ TRANSFORMS = {
         lambda w, x: jnp.sum(jax.grad(f)(w, x) ** 2), argnums=1
     ),
 }
+# The flags act before a place and a transform do: so each place runs under a transform
+# of its own, and each transform runs in several places.
+DIAGONAL = list(zip(PLACES, itertools.cycle(list(TRANSFORMS)[:4]), strict=False))
 MATRIX = [
-    *itertools.product(PLACES, ["grad", "vmap of grad", "jvp", "grad of jit"]),
+    *DIAGONAL,
+    ("nested", "grad of jit"),
+    ("nnx.remat", "jvp"),
     ("plain", "grad of grad"),
     ("scan", "grad of grad"),
+]
+# All flags together meet the whole matrix. A single flag meets each place.
+PROGRAMS = [
+    *((pair, tuple(FLAGS)) for pair in MATRIX),
+    *((pair, (flag,)) for flag in FLAGS for pair in DIAGONAL),
 ]
 X, W = normal(0, 4, 8), normal(1, 8, 8) / 3
 
@@ -162,17 +172,19 @@ def without_flags(place, transform):
     return dtypes_of(fn, *args)
 
 
-@each_set
-@pytest.mark.parametrize(("place", "transform"), MATRIX)
-def test_a_program_is_as_without_the_flags(flags, place, transform):
-    expected = without_flags(place, transform)
+@pytest.mark.parametrize(("pair", "flags"), PROGRAMS, ids=lambda names: "+".join(names))
+def test_a_program_is_as_without_the_flags(pair, flags):
+    expected = without_flags(*pair)
     with turned_on(flags):
-        fn, args = program(place, transform)
+        fn, args = program(*pair)
         assert dtypes_of(fn, *args) == expected
     assert {*itertools.chain(*expected)} == {"bfloat16"}
 
 
-@pytest.mark.parametrize(("place", "transform"), MATRIX)
+# A wrong rule gives wrong values under each transform: so each place runs once.
+@pytest.mark.parametrize(
+    ("place", "transform"), [*DIAGONAL[1:], ("plain", "grad of grad")]
+)
 def test_values_are_as_without_the_flags(place, transform):
     fn, args = program(place, transform)
     expected = jit(fn)(*args)
@@ -181,22 +193,33 @@ def test_values_are_as_without_the_flags(place, transform):
         assert relative_error(jit(fn)(*args), expected) < 1e-6
 
 
+def checkpointed():
+    fn = amp(lambda w: jnp.mean(layer(X, w, is_forward=False) ** 2))
+    return jax.grad(jax.checkpoint(fn))
+
+
+@functools.cache
+def checkpointed_without_flags():
+    return jit(checkpointed())(W)
+
+
 @each_set
 def test_a_checkpoint_around_is_that_of_the_flags(flags):
-    def gradient():
-        fn = amp(lambda w: jnp.mean(layer(X, w, is_forward=False) ** 2))
-        return jax.grad(jax.checkpoint(fn))
-
-    expected = jit(gradient())(W)
+    expected = checkpointed_without_flags()
     with turned_on(flags):
-        assert {*itertools.chain(*dtypes_of(gradient(), W))} == {"bfloat16"}
-        assert relative_error(jit(gradient())(W), expected) < 1e-6
+        assert {*itertools.chain(*dtypes_of(checkpointed(), W))} == {"bfloat16"}
+        assert relative_error(jit(checkpointed())(W), expected) < 1e-6
+
+
+@functools.cache
+def gradient_without_flags():
+    fn, args = program("plain", "grad")
+    return fn(*args)
 
 
 @each_set
 def test_a_gradient_outside_of_jit_is_as_without_the_flags(flags):
-    fn, args = program("plain", "grad")
-    expected = fn(*args)
+    expected = gradient_without_flags()
     with turned_on(flags):
         fn, args = program("plain", "grad")
         np.testing.assert_array_equal(fn(*args), expected)
