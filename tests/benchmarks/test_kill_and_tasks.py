@@ -67,9 +67,10 @@ def test_the_page_tells_what_is_outside(tmp_path):
     assert convergence.outside(results) == ["vit float16"]
 
 
+# Compiling `diffusion` and `char_moe` takes two thirds of the time of all six tasks.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TASKS)
-def test_two_steps_of_each_task(name):
+@pytest.mark.parametrize("name", sorted(TASKS.keys() - {"diffusion", "char_moe"}))
+def test_two_steps_of_a_task(name):
     found = TASKS[name].compare(["float16"], seeds=2, steps=2)
     (float16,) = found.precisions
     assert len(float16.curves[0]) == 2 and {*float16.scales} == {2.0**15}

@@ -628,6 +628,9 @@ def test_errors():
 # small. The LSTM adds up rows of its table, and the towers multiply theirs.
 MODELS = dict.fromkeys(models.COMPARED, 0.56) | {"lstm": 0.71, "towers": 0.67}
 QUICK = ["lstm"]  # which adds up rows of its table
+# Two compiled runs of these take most of the time of all models. Their forward passes
+# have the equations of the models that run.
+NOT_RUN = "conformer dit efficientnet perceiver postnorm swin unet vit_s16".split()
 
 
 @pytest.mark.parametrize(
@@ -644,8 +647,9 @@ def test_models_of_the_benchmarks(name, dtype):
     params, others = jit(problem.init)(jax.random.key(0))
     batch = jit(problem.batch)(jax.random.key(1))
     half = half_params(problem.loss, compute_dtype=dtype)(params, others, batch)
-    run = jit(amp(problem.loss, compute_dtype=dtype))
-    assert_identical(run(half, others, batch), run(params, others, batch))
+    if name not in NOT_RUN:
+        run = jit(amp(problem.loss, compute_dtype=dtype))
+        assert_identical(run(half, others, batch), run(params, others, batch))
     sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (half, params)]
     assert sizes[0] <= MODELS[name] * sizes[1]
 
