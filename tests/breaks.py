@@ -623,7 +623,7 @@ debug/_sensitivity.py
 - return [_Half(exact, run.switch(eqn, BORDER), is_cast=True)]
 + return [_Half(wide, run.switch(eqn, BORDER), is_cast=True)]
   debug/test_sensitivity.py
-- if kind != OPERAND and any(map(is_derivative, at.eqns)):
+- if kind != OPERAND and is_of_backward and not is_forward_value:
 + if False:
 
 debug/_parameters.py
@@ -632,7 +632,7 @@ debug/_parameters.py
 + return ""
 
 debug/_compare_precision.py
-  debug/test_compare.py::test_float32_results_are_the_cheaper_remedy
+  debug/test_compare_precision.py::test_float32_results_are_the_cheaper_remedy
 - best = min(enough, key=_cost, default=None)
 + best = None
 """

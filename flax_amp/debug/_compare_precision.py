@@ -30,8 +30,8 @@ from flax_amp.policy import (
 # the spacing, and 15 with 16 times.
 _USUAL = 8
 # A remedy helps if the error of the gradients falls below this share of the error. The
-# exact share does not matter, from 0.1 to 1: in `tests/debug/test_compare.py`, the best
-# remedies leave at most 0.01 of the error.
+# exact share does not matter, from 0.1 to 1: the best remedies of the planted faults in
+# `tests/debug/test_compare_precision.py` leave at most 0.01 of the error.
 _HELPS = 0.9
 _RESULT = "flax_amp.use_float32_result"
 # Groups of parameters in the report. The exact number does not matter: the tables

@@ -56,6 +56,7 @@ class NNXModel(nnx.Module):
         return getattr(self.enc, self.method)(x).mean()
 
 
+@functools.cache
 def linen(method):
     model = Model(method)
     return model.apply, jax.jit(model.init)(jax.random.key(0), X)
@@ -122,6 +123,7 @@ def nnx_loss(model, batch, weight=1.0, others=None):
     return model(batch) * weight * (others or {"more": 1.0})["more"]
 
 
+@functools.cache
 def ways():
     state = state_of(rngs={"noise": jax.random.key(1)})
     of_model, model = state_of(model=NNXModel()), NNXModel()
@@ -147,11 +149,11 @@ def test_each_way_has_precision_names_and_further_arguments(i):
     explained = use(explain)
     assert explained.compute_dtype == dtype and explained.name.endswith("_loss")
     assert explained.stored is not None
-    found = use(compare_precision, remedies=0)
+    found = use(compare_precision, *more, remedies=0)
     assert found.as_it_is.scale == (2.0**15 if dtype == "float16" else 1)
     assert [group.path.split("/")[0] for group in found.gradients] == [name]
-    weighted = use(compare_precision, *more, remedies=0)
-    assert weighted.loss[0] == pytest.approx(6 * found.loss[0], rel=1e-6)
+    fun, given = linen("attend") if i == 0 else of_nnx("attend")
+    assert found.loss[0] == pytest.approx(6 * float(fun(given, X)), rel=1e-6)
     bad = use(find_nonfinite, jnp.float32(jnp.nan), more[1])
     assert bad.verdict == "inputs" and bad.reached == ("loss",)
     assert [*bad.inputs] == ["weight" if loss is None else "args/0"]

@@ -1,5 +1,6 @@
 """`compare_training`: the test of the gaps, planted faults, and runs that resume."""
 
+import functools
 import json
 import math
 
@@ -12,11 +13,35 @@ from flax import nnx
 
 import flax_amp
 from flax_amp import __main__
-from flax_amp.debug import _training_runs, compare_training
+from flax_amp.debug import _gap, _training_runs, compare_training
 from flax_amp.debug._gap import judge
 
 THIS = "debug.test_compare_training"
 WIDTH, CLASSES = 8, 4
+ADAM = optax.adam(1e-2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared_steps():
+    """Comparisons with the same loss and options share a step, compiled once."""
+
+    def shared(maker):
+        made = {}
+
+        @functools.wraps(maker)
+        def make_once(loss_fn, **options):
+            key = loss_fn, *((name, id(value)) for name, value in options.items())
+            if key not in made:
+                # The options stay alive, so that no other option gets an `id` of them.
+                made[key] = options, maker(loss_fn, **options)
+            return made[key][1]
+
+        return make_once
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("make_train_step", "make_nnx_train_step"):
+            patch.setattr(_training_runs, name, shared(getattr(_training_runs, name)))
+        yield
 
 
 # --- the test of the gaps ------------------------------------------------------------
@@ -61,7 +86,7 @@ def test_an_end_that_is_not_finite_is_outside(end):
 
 @pytest.mark.once
 @pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_the_power_is_as_stated(seeds, rng):
+def test_the_power_is_as_stated(seeds, rng, monkeypatch):
     """A true gap that is told to be detectable is outside in 90 % of comparisons."""
     reference = np.linspace(-1e3, 1e3, seeds)  # too wide for the second test
     gained = reference + 9
@@ -71,6 +96,8 @@ def test_the_power_is_as_stated(seeds, rng):
 
     noise = np.linspace(-1, 1, seeds)
     told = judged(noise / np.std(noise, ddof=1)).detectable
+    # The power of each draw would take most of the time, and decides nothing.
+    monkeypatch.setattr(_gap, "_detectable", lambda size, *_: size)
     draws = rng.normal(told, 1.0, (2000, seeds))
     share = sum(not judged(gaps).is_inside for gaps in draws) / 2000
     assert share == pytest.approx(0.9, abs=0.03)
@@ -85,8 +112,10 @@ def test_the_power_counts_gaps_that_vary_more_than_the_spread():
 
 @pytest.mark.once
 @pytest.mark.parametrize("seeds, most", [(2, 0.018), (3, 0.018), (10, 0.013)])
-def test_other_seeds_of_float32_are_seldom_outside(seeds, most, rng):
+def test_other_seeds_of_float32_are_seldom_outside(seeds, most, rng, monkeypatch):
     """The precision ends where float32 ends with other seeds: nothing is in common."""
+    # The power would take most of the time, and decides nothing.
+    monkeypatch.setattr(_gap, "_detectable", lambda size, *_: size)
     repeats = 4000
     judged = [judge(*rng.normal(size=(3, seeds))) for _ in range(repeats)]
     share = sum(not gap.is_inside for gap in judged) / repeats
@@ -104,12 +133,10 @@ def params_of(seed):
 
 def make(seed, tx=None, more=None, **options):
     params = params_of(seed) | ({} if more is None else {"more": more})
-    return flax_amp.AmpTrainState.create(
-        params=params, tx=tx or optax.adam(1e-2), **options
-    )
+    return flax_amp.AmpTrainState.create(params=params, tx=tx or ADAM, **options)
 
 
-TRUE = params_of(99)
+TRUE = jax.device_get(params_of(99))
 
 
 def logits_of(params, x):
@@ -120,7 +147,8 @@ def batches(seed):
     rng = np.random.default_rng((seed, 1))
     while True:
         x = np.float32(rng.normal(size=(16, WIDTH)))
-        yield {"x": x, "y": np.asarray(logits_of(TRUE, x)).argmax(-1)}
+        logits = np.tanh(x @ TRUE["first"]) @ TRUE["last"]
+        yield {"x": x, "y": logits.argmax(-1)}
 
 
 def loss_fn(params, batch):
@@ -139,9 +167,9 @@ class Net(nnx.Module):
         return self.last(self.dropout(jnp.tanh(self.first(x))))
 
 
-def make_nnx(seed, optimizer=flax_amp.AmpOptimizer):
+def make_nnx(seed, optimizer=flax_amp.AmpOptimizer, tx=ADAM):
     model = Net(seed)
-    return model, optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    return model, optimizer(model, tx, wrt=nnx.Param)
 
 
 def nnx_loss(model, batch):
@@ -161,7 +189,13 @@ def same(found):
 def test_half_precision_ends_where_float32_ends(count_traces):
     counted, traces = count_traces(loss_fn)
     words = "bf16-mixed", "16-mixed"
-    found = compare_training(make, counted, batches, precisions=words, steps=60)
+    found = compare_training(
+        lambda seed: make(seed, optax.adam(1e-2)),
+        counted,
+        batches,
+        precisions=words,
+        steps=60,
+    )
     assert found.outside == () and found.seeds == 3 and found.steps == 60
     assert traces() == 3  # once for each precision, with an optimizer for each seed
     first, (bfloat16, float16) = found.reference, found.precisions
@@ -186,17 +220,18 @@ def test_half_precision_ends_where_float32_ends(count_traces):
 def test_nnx(optimizer, count_traces):
     counted, traces = count_traces(nnx_loss)
     seen = []
+    measured = nnx.jit(nnx_loss)
 
     def evaluate(model):
         seen.append(model.dropout.deterministic)
-        return nnx_loss(model, next(batches(7)))
+        return measured(model, next(batches(7)))
 
     found = compare_training(
-        lambda seed: make_nnx(seed, optimizer),
+        lambda seed: make_nnx(seed, optimizer, optax.adam(1e-2)),
         counted,
         batches,
         seeds=2,
-        steps=20,
+        steps=10,
         evaluate=evaluate,
     )
     assert found.outside == () and found.measure == "evaluate"
@@ -295,14 +330,16 @@ def test_ten_repetitions_of_bfloat16_are_inside():
     assert all(any(x.gap.gaps) for x in found.precisions)
 
 
-def test_an_evaluation_and_a_tolerance():
+def test_an_evaluation_and_a_tolerance(tmp_path):
     worse = {"make": lambda seed: make(seed, optax.adam(1e-3))}
     data = next(batches(7))
 
+    @jax.jit
     def error(state):
         return jnp.mean(logits_of(state.params, data["x"]).argmax(-1) != data["y"])
 
     options = dict(precisions={"slow": worse}, steps=40, evaluate=error)
+    options |= {"directory": tmp_path}  # the second call reads the stored runs
     found = compare_training(make, loss_fn, batches, **options)
     assert found.measure == "error" and found.outside
     found = compare_training(make, loss_fn, batches, **options, tolerance=1.0)
@@ -362,13 +399,14 @@ def test_parameters_that_are_bfloat16_in_the_reference(made):
 # --- runs that are stopped -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind, stop", [("linen", 4), ("linen", 22), ("nnx", 9)])
+# The third batch of the first run, of the last run, and of a run in between.
+@pytest.mark.parametrize("kind, stop", [("linen", 3), ("linen", 15), ("nnx", 7)])
 def test_a_run_that_is_stopped_continues_with_the_same_bits(
     kind, stop, tmp_path, monkeypatch, settle
 ):
     monkeypatch.setattr(_training_runs, "SAVE_EVERY_S", 0.0)
     made, loss = (make, loss_fn) if kind == "linen" else (make_nnx, nnx_loss)
-    options = dict(seeds=2, steps=6, precisions=["16-mixed"])
+    options = dict(seeds=2, steps=4, precisions=["16-mixed"])
     count = 0
 
     def stopping(seed):
@@ -398,17 +436,17 @@ def test_a_resumed_run_begins_at_its_checkpoint(tmp_path, monkeypatch, settle):
 
     def counted(self, batch):
         steps.append(int(self.trained.step))
-        if len(steps) == 6 + 2 + 5:  # float32, its two ends, float16
+        if len(steps) == 4 + 2 + 3:  # float32, its two ends, float16
             raise KeyboardInterrupt
         return step(self, batch)
 
     monkeypatch.setattr(_training_runs._StateSession, "step", counted)
-    options = dict(seeds=2, steps=6, precisions=["16-mixed"], directory=tmp_path)
+    options = dict(seeds=2, steps=4, precisions=["16-mixed"], directory=tmp_path)
     with pytest.raises(KeyboardInterrupt):
         compare_training(make, loss_fn, batches, **options)
     seen = len(steps)
     compare_training(make, loss_fn, batches, **options)
-    assert steps[seen : seen + 2] == [4, 5]  # Each step is a part.
+    assert steps[seen : seen + 2] == [2, 3]  # Each step is a part.
 
 
 def test_a_run_that_begins_at_a_late_step_resumes(tmp_path, monkeypatch, settle):
@@ -422,11 +460,11 @@ def test_a_run_that_begins_at_a_late_step_resumes(tmp_path, monkeypatch, settle)
         nonlocal count
         for batch in batches(seed):
             count += 1
-            if count == 5:
+            if count == 3:
                 raise KeyboardInterrupt
             yield batch
 
-    options = dict(seeds=2, steps=6)
+    options = dict(seeds=2, steps=4)
     with pytest.raises(KeyboardInterrupt):
         compare_training(late, loss_fn, stopping, directory=tmp_path, **options)
     found = compare_training(late, loss_fn, stopping, directory=tmp_path, **options)
@@ -444,7 +482,7 @@ def test_numbers_behind_the_checkpoint_are_trained_again(tmp_path, monkeypatch, 
             raise KeyboardInterrupt
         return save(*args, **options)
 
-    options = dict(seeds=2, steps=6, precisions=["bf16-mixed"])
+    options = dict(seeds=2, steps=4, precisions=["bf16-mixed"])
     with monkeypatch.context() as patch:
         patch.setattr(flax_amp.checkpoint, "save", killed)
         with pytest.raises(KeyboardInterrupt):

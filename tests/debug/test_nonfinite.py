@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import flax_amp
-from debug._nets import PATHS, linen, plain
+from debug._nets import PATHS, linen, of_nnx, plain
 from flax_amp import AmpTrainState, find_nonfinite
 from flax_amp.debug._trial import Part, keys_of
 
@@ -85,10 +85,21 @@ FAULTS = {
 }
 
 
+PRECISIONS = "16-mixed", "bf16-mixed", "32-true"
+# Each fault in each kind of network and in each precision, and each kind of network in
+# each precision. Each kind of network only hands the precision on, and the precision
+# alone decides the verdict: no further case has code of its own.
+PLANTED = [
+    (make, fault, PRECISIONS[(i + j) % 3])
+    for i, fault in enumerate(FAULTS)
+    for j, make in enumerate(PATHS)
+]
+# Each kind of network has a policy to fix a fault: `linen` and `plain` have one above.
+PLANTED += [(of_nnx, matmul, "16-mixed")]
+
+
 @pytest.mark.once
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
-@pytest.mark.parametrize("make", PATHS)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("make, fault, precision", PLANTED)
 def test_planted(make, fault, precision):
     primitive, backward, kind, in_half, in_others, advice = FAULTS[fault]
     verdict = in_half if precision == "16-mixed" else in_others
@@ -259,15 +270,16 @@ def overflows(w, x):
         return (y * 1e-6).mean()
 
 
-# A program, where its fault is found, and the keys that fix it.
+OWN = {"net": flax_amp.use_compute_precision}
+# A program, where its fault is found, the keys that fix it, and policies to begin with.
 PROGRAMS = {
-    "a victim": (victim_behind, "victim", ["cancels"]),
-    "two": (overflows, "overflows[1]", ["overflows[[]1]", "too"]),
+    "a victim": (victim_behind, "victim", ["cancels"], [{}, OWN]),
+    "two": (overflows, "overflows[1]", ["overflows[[]1]", "too"], [{}]),
 }
 
 
-@pytest.mark.parametrize("fun, place, fixing", PROGRAMS.values(), ids=PROGRAMS)
-def test_the_policy_is_for_what_fixes_it(fun, place, fixing):
+@pytest.mark.parametrize("fun, place, fixing, own", PROGRAMS.values(), ids=PROGRAMS)
+def test_the_policy_is_for_what_fixes_it(fun, place, fixing, own):
     """It names neither the victim nor the whole model."""
 
     def loss(w, x):
@@ -276,8 +288,8 @@ def test_the_policy_is_for_what_fixes_it(fun, place, fixing):
 
     w = jax.random.normal(jax.random.key(0), (16, 16)) / 4
     x = jax.random.normal(jax.random.key(1), (8, 16))
-    own = flax_amp.default_amp_policy | {"net": flax_amp.use_compute_precision}
-    for given in (None, own):
+    for keys in own:
+        given = flax_amp.default_amp_policy | keys if keys else None
         found = in_float16(loss, amp_policy=given)(w, x)
         assert found.verdict == "precision" and found.finding.path == f"net/{place}"
         if given is None:
@@ -287,7 +299,10 @@ def test_the_policy_is_for_what_fixes_it(fun, place, fixing):
 
 
 def test_only_layers_at_fault_are_in_float32():
-    """Of 20 layers, the results of three are out of range, and a fourth reads them."""
+    """Of 20 layers, the results of three are out of range, and a fourth reads them.
+
+    A search in all layers ends before it has left out the other layers.
+    """
 
     def loss(w, x):
         for i in range(20):

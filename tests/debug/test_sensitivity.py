@@ -130,7 +130,8 @@ def agree(found, expected):
     return found == expected or expected / 1.5 < found + 2e-3 < expected * 1.5 + 4e-3
 
 
-QUICK = ("cancel", "softmax", "underflow", "overflow")
+# A fault of digits, and a fault whose error is an inf.
+QUICK = ("softmax", "overflow")
 
 
 @pytest.mark.parametrize(
@@ -156,15 +157,6 @@ def test_the_worst_part_is_that_of_leave_one_out(name):
 # --- programs with bodies ------------------------------------------------------------
 
 
-def in_scan(w, x, size):
-    def step(y, _):
-        return first(w, y), None
-
-    y, _ = lax.scan(step, x, length=3)
-    with jax.named_scope("bad"):
-        return last(w, cancel(y, w, size))
-
-
 def fault_in_scan(w, x, size):
     def step(y, _):
         with jax.named_scope("bad"):
@@ -182,11 +174,10 @@ def in_cond(w, x, size):
 
 
 def in_checkpoint(w, x, size):
-    return jax.checkpoint(planted(cancel))(w, x, size)
-
-
-def in_jit(w, x, size):
-    return last(w, jax.jit(jax.named_call(cancel, name="bad"))(first(w, x), w, size))
+    """A call in a `checkpoint`."""
+    bad = jax.jit(jax.named_call(cancel, name="bad"))
+    run = lambda w, x, size: last(w, bad(first(w, x), w, size))  # noqa: E731
+    return jax.checkpoint(run)(w, x, size)
 
 
 @jax.custom_vjp
@@ -244,11 +235,9 @@ def in_shard_map(w, x, size):
 @pytest.mark.parametrize(
     "loss",
     [
-        in_scan,
         fault_in_scan,
         in_cond,
         in_checkpoint,
-        in_jit,
         in_custom_vjp,
         in_while,
         in_shard_map,
