@@ -239,3 +239,26 @@ def test_weights_that_two_arrays_train():
 
     args = START, SAMPLES, LABELS, normal(9, STEPS, WIDE, BATCH)
     assert carries(amp(fn), *args) == [jnp.float32]
+
+
+# Steps with a matmul, none of which computes the next carry from one `carry @ weight`.
+NO_STREAMS = {
+    "a sum": lambda c, v, x: c + jnp.tanh(x @ v),
+    "a product": lambda c, v, x: c * jnp.tanh(x @ v),
+    "a gain": lambda c, v, x: c * v[:1] + jnp.tanh(x @ v),
+    "its mean": lambda c, v, x: c.mean(0, keepdims=True) + jnp.tanh(x @ v),
+    "the weight twice": lambda c, v, x: jnp.tanh(c @ v) @ v,
+    "a matmul by itself": lambda c, v, x: (x @ c.T) @ c + x @ v,
+}
+
+
+@pytest.mark.parametrize("name", NO_STREAMS)
+def test_a_carry_that_no_weight_multiplies_once_is_float32(name):
+    """Though the carry begins at a matmul, and a matmul behind the loop reads it."""
+
+    def fun(w, weights, x):
+        step = NO_STREAMS[name]
+        carry, _ = lax.scan(lambda c, v: (step(c, v, x), None), x @ w, weights)
+        return (carry @ w).sum()
+
+    assert carries(amp(fun), W, STACK, X) == [jnp.float32]
