@@ -58,11 +58,12 @@ def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None
         # Unused inputs may be the parameters of a module that is not called here.
         idle = {name for v, name in inputs if id(v) not in used}
         _warn_of_keys(choose.policy, {visit.scopes for visit in equations}, idle)
-    if choose.half == jnp.float32:
-        return
-    matmuls = [visit for visit in equations if is_matmul(visit.eqn)]
-    # "" counts the matmuls without a reason to warn, such as the matmuls that `amp`
-    # changes.
+    if choose.half != jnp.float32:
+        _warn_of_matmuls(choose, [x for x in equations if is_matmul(x.eqn)])
+
+
+def _warn_of_matmuls(choose: Chooser, matmuls: Sequence[Visit]) -> None:
+    """Warns of matmuls that `amp` cannot reach, and if `amp` changes no matmul."""
     kept = Counter(_why_kept(choose, visit) for visit in matmuls)
     hidden = Counter(filter(None, (_hidden_in(choose, visit) for visit in matmuls)))
     if hidden:
