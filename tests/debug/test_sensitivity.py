@@ -368,6 +368,34 @@ def test_a_group_is_opened_only_if_it_matters():
     assert len(roundings.worst(0.02, 1)) == 2
 
 
+def test_a_cast_for_a_matmul_is_a_rounding_of_its_operands():
+    _, parts, roundings = asked(last, W, X)
+    operand, _, border, _ = (roundings.error(parts, [i]) for i in range(4))
+    assert operand > 1e-3 and border == 0
+
+
+def test_parts_that_make_an_error_only_together_are_found_by_the_fall():
+    _, _, roundings = asked(planted(cancel), W, X, jnp.full((1, N), 300.0))
+    error = roundings.error
+    roundings.error = lambda parts, kinds=ALL: 0.0
+    found = roundings.worst(0.02, 3)
+    roundings.error = error
+    assert found == [Part("bad")]
+
+
+def test_a_bias_beyond_the_range_is_limited_and_not_rounded():
+    """As a mask that is an argument: a row of such scores is uniform, and no NaN."""
+
+    def loss(w, x, mask):
+        with jax.named_scope("scores"):
+            scores = jax.nn.softmax(x @ w + mask)
+        return last(w, first(w, scores))
+
+    mask = jnp.full((1, N), -1e9)
+    trials, _, roundings = asked(loss, W, X, mask, compute_dtype=jnp.float16)
+    assert agree(roundings.error_without(()), measured(trials, []))
+
+
 # --- the report ----------------------------------------------------------------------
 
 
