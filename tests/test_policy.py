@@ -238,6 +238,7 @@ def linear_with_half_weight(params, x):
 
 
 @pytest.mark.filterwarnings("ignore:.*of this program runs in:flax_amp.PolicyWarning")
+@pytest.mark.filterwarnings("ignore:.*in half precision without:flax_amp.PolicyWarning")
 @pytest.mark.parametrize("policy", POLICIES, ids=["default", "jaxamp"])
 def test_linear(policy):
     with_policy = functools.partial(amp, amp_policy=policy)
