@@ -109,6 +109,9 @@ _rewriter/rule.py
   rewriter/test_six_lines.py::test_each_layer_between_matmuls
 - if origin.is_sum:
 + if False:
+  rewriter/test_six_lines.py::test_each_body_between_matmuls
+- has_float32_too = v not in self.residual_sums
++ has_float32_too = True
   rewriter/test_rule_in_bodies.py::test_results
 - if origin.state:
 + if False:
