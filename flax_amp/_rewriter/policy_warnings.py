@@ -129,11 +129,13 @@ def _is_half_as_written(policy: Policy, matmul: Visit) -> bool:
 
     `amp` rounds a float32 factor, and a float32 result of halves. Another value of a
     key, such as `use_float32_result`, changes the matmul, or its user chose to leave
-    the matmul alone. The backward rule of a `custom_vjp` may have other matmuls.
+    the matmul alone. The rule of a `custom_vjp` or `custom_jvp` may have matmuls that
+    are not in the program yet.
     """
     eqn = matmul.eqn
     decision = policy.decide(eqn.primitive, matmul.scopes)
-    has_own_rule = any(x.primitive.name.startswith("custom_vjp") for x in matmul.around)
+    around = [x.primitive.name for x in matmul.around]
+    has_own_rule = any(x.startswith(("custom_vjp", "custom_jvp")) for x in around)
     if decision.function is not use_compute_precision or has_own_rule:
         return False
     dtypes = [*_float_factors(matmul), *(v.aval.dtype for v in eqn.outvars)]

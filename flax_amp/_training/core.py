@@ -112,7 +112,7 @@ def _update(
     norm: Array,
     unchanged: PyTree,
 ) -> StateT:
-    """Returns the state after an update of the arrays, as written by the loss.
+    """Returns the state after an update, with the variables that the loss wrote.
 
     Parameters that no update changes are the same arrays in the new state. Otherwise
     XLA would have to add zeros to them, because `-0.0 + 0.0` is `0.0`.

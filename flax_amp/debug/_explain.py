@@ -361,7 +361,7 @@ def _dtypes_of_modules(
 ) -> dict[tuple[str, ...], set[str]]:
     """Returns the dtypes of each module's matmuls and equations that stay float32.
 
-    A layer as written and a layer that `amp` changes are no equal layers.
+    A layer as written is not equal to a layer that `amp` changes.
     """
     dtypes: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for names, row in rows:

@@ -107,7 +107,8 @@ def low_share(rows: Sequence[Equation]) -> float | None:
 # --- the place of an equation --------------------------------------------------------
 
 # Scopes that JAX opens around the equations that a backward pass computes again.
-_OF_CHECKPOINTS = ("checkpoint", "rematted_computation")
+_COMPUTED_AGAIN = "rematted_computation"
+_OF_CHECKPOINTS = ("checkpoint", _COMPUTED_AGAIN)
 
 
 def scopes_of(eqn: Eqn) -> tuple[str, ...]:
@@ -130,7 +131,7 @@ def scopes_of(eqn: Eqn) -> tuple[str, ...]:
 
 def is_computed_again(eqn: Eqn) -> bool:
     """Whether the backward pass of a checkpoint computes a forward value again."""
-    return any(entry.name == _OF_CHECKPOINTS[1] for entry in _source.scopes(eqn))
+    return any(entry.name == _COMPUTED_AGAIN for entry in _source.scopes(eqn))
 
 
 def is_derivative(eqn: Eqn) -> bool:

@@ -20,8 +20,8 @@ from flax_amp.debug._run import is_finite
 from flax_amp.policy import Decision, KeyKind, Policy
 
 # Of a search: each run compiles a program. With 16 runs, `fewest` finds one part of
-# 128, or three parts of 8. With 8 runs, it finds one part of 128 in at most 35 % of 200
-# draws. With 32 runs, it finds three parts of 32.
+# 128, or three parts of 8. With 8 runs, `fewest` finds one part of 128 in at most 35 %
+# of 200 draws. With 32 runs, `fewest` finds three parts of 32.
 _MAX_RUNS = 16
 # On a CPU, XLA computes halves in float32, and without the first option would leave out
 # roundings that a GPU or a TPU does. The second option saves time for the compiler,

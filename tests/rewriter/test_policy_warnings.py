@@ -189,6 +189,15 @@ with_float32_rule.defvjp(
     lambda w, x, dtype: (by_hand(w, x, dtype), (w, x)),
     lambda dtype, saved, g: (saved[1].T @ g, g @ saved[0].T),
 )
+with_float32_tangents = jax.custom_jvp(by_hand, nondiff_argnums=(2,))
+
+
+@with_float32_tangents.defjvp
+def by_float32(dtype, primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    return by_hand(w, x, dtype), dx @ w + x @ dw
+
+
 mine = lambda compute, dtypes, *xs, **params: (xs, params)  # noqa: E731
 DEFAULT = default_amp_policy
 QUIET = {  # name: (function, policy, compute dtype)
@@ -207,6 +216,7 @@ QUIET = {  # name: (function, policy, compute dtype)
         by_hand, DEFAULT | {lax.dot_general_p: flax_amp.use_float32_result}, F16
     ),
     "a rule of its own": (with_float32_rule, DEFAULT, jnp.float16),
+    "a forward rule of its own": (with_float32_tangents, DEFAULT, jnp.float16),
 }  # fmt: skip
 
 
